@@ -90,13 +90,14 @@ test-megatron-core: setup  ## layers, runs, checkpoints and clients with MEGATRO
 	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "not gpu" $(RELEASE_TESTS)
 
 # wandb and datasets bring some thirty packages and 300 MB: too much for the lock.
-test-optional:  ## W&B and Hugging Face's datasets by the packages themselves, in a venv of its own
+test-optional:  ## W&B, Hugging Face's datasets and SentencePiece by the packages themselves, in a venv of its own
 	@test -x $(VENV)-optional/bin/python || "$(PYTHON)" -m venv $(VENV)-optional
 	@$(VENV)-optional/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r $(LOCK)
-	@$(VENV)-optional/bin/python -m pip install --quiet --disable-pip-version-check -r $(TORCH) wandb datasets
+	@$(VENV)-optional/bin/python -m pip install --quiet --disable-pip-version-check -r $(TORCH) wandb datasets sentencepiece
 	@$(VENV)-optional/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@$(VENV)-optional/bin/python -c 'import datasets, wandb'  # what is missing would be skipped
-	@$(VENV)-optional/bin/python -m pytest -q -rs tests/training/monitoring/test_wandb.py tests/tools/test_prepare_wikipedia.py
+	@$(VENV)-optional/bin/python -c 'import datasets, sentencepiece, wandb'  # what is missing would be skipped
+	@$(VENV)-optional/bin/python -m pytest -q -rs tests/training/monitoring/test_wandb.py tests/tools/test_prepare_wikipedia.py \
+		tests/training/data/test_tokenizer.py
 
 test-fault-injection: setup  ## kill, interrupt and damage small runs, half an hour; FAULT_INJECTION are flags of tools/fault_injection
 	@$(BIN)/python -m tools.fault_injection $(FAULT_INJECTION)

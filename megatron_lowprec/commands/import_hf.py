@@ -1,4 +1,4 @@
-"""Convert a Hugging Face GPT-2, Llama, Mixtral or DeepSeek-V3 to a checkpoint of weights, for evaluation or training.
+"""Convert a Hugging Face GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral or DeepSeek-V3 to a checkpoint of weights.
 
     megatron-lowprec import --load gpt2 --save runs/gpt2
     megatron-lowprec eval --load runs/gpt2 --wikitext

@@ -32,6 +32,7 @@ from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import microbatches_of, virtual_stages
 from megatron_lowprec.training.models.architectures import architecture_of
+from megatron_lowprec.training.models.common import rope
 from megatron_lowprec.training.schedule import Schedule
 
 Runtime = RecipeRuntime | TERuntime
@@ -128,7 +129,7 @@ def transformer_config(config: Config, te: TEConfig | None = None) -> Transforme
     on_gpu, architecture = torch.cuda.is_available(), architecture_of(config)
     virtual = virtual_stages(config)
     kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
-    return kind(
+    found = kind(
         **architecture.attention.transformer_fields(config),
         **architecture.mlp.transformer_fields(config),
         num_layers=require(config.num_layers),
@@ -150,7 +151,7 @@ def transformer_config(config: Config, te: TEConfig | None = None) -> Transforme
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=te is not None and config.position_embedding_type == "rope",
+        apply_rope_fusion=te is not None and config.position_embedding_type == "rope" and config.rope_type == "rope",
         transformer_impl=config.transformer_impl,
         fp8_param=config.fp8_param_gather and te is not None,  # TransformerEngine's layers only
         **(te.transformer_config() if te is not None else {}),
@@ -172,6 +173,9 @@ def transformer_config(config: Config, te: TEConfig | None = None) -> Transforme
         # still being sent: a pending send holds the tensor, but not the memory that it had.
         deallocate_pipeline_outputs=config.pipeline_model_parallel_size > 1 and virtual is None,
     )
+    for name, value in rope.yarn_attributes(config).items():
+        setattr(found, name, value)
+    return found
 
 
 def _gpt_chunks(config: Config, transformer: TransformerConfig, padded_vocab_size: int) -> list[torch.nn.Module]:
@@ -188,9 +192,11 @@ def _gpt_chunks(config: Config, transformer: TransformerConfig, padded_vocab_siz
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
-            position_embedding_type=config.position_embedding_type,
+            position_embedding_type="yarn" if config.rope_type == "yarn" else config.position_embedding_type,
             rotary_percent=config.rotary_percent,
             rotary_base=config.rotary_base,
+            rope_scaling=config.use_rope_scaling,
+            rope_scaling_factor=config.rope_scaling_factor,
             vp_stage=vp_stage,
         )
         if config.position_embedding_init_std is not None and chunk.pre_process:

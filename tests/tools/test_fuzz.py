@@ -62,6 +62,7 @@ MODULES: dict[str, tuple[str, ...]] = {
 }
 # Modules whose files have no reader of the fuzz, and why.
 NOT_FUZZED = {
+    "training.config.megatron_flags": "the package's own tables of Megatron-LM's flags",
     "mcore.__init__": "the release of the installed Megatron-core",
     "training.distributed.process_start": "the kernel's account of a process",
     "report.archives.packing": "copies files of runs, which it does not interpret",

@@ -17,6 +17,7 @@ from megatron_lowprec.training.config.paths import same_folder
 from megatron_lowprec.training.config.run_config import read_run_config
 from megatron_lowprec.training.data.tokenizer import Tokenizer
 from megatron_lowprec.training.models.architectures import ARCHITECTURES, architecture_of
+from megatron_lowprec.training.models.common.rope import FUNCTION_OPTIONS as ROPE_OPTIONS
 from megatron_lowprec.training.models.sizes import has_experts
 from megatron_lowprec.training.schedule import Schedule
 
@@ -42,7 +43,6 @@ _SHAPE = (
 )
 # Options that change the function computed from the same tensors. Older checkpoints may lack one: it is not checked.
 _FUNCTION = ("squared_relu", "norm_epsilon")
-_FUNCTION_OF_ROPE = ("rotary_base", "rotary_percent")
 # Options besides the model's that determine the optimizer's tensors.
 _OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
 _DEFAULTS = Config()
@@ -249,7 +249,7 @@ def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
         )
     options = saved.content["options"]
     names = [*_FUNCTION]
-    names += _FUNCTION_OF_ROPE if config.position_embedding_type == "rope" else ()
+    names += ROPE_OPTIONS if config.position_embedding_type == "rope" else ()
     names += architecture_of(config).function_options
     others = differing(options, config, [*_SHAPE, *(name for name in names if name in options)])
     if saved.content["padded_vocab_size"] != padded_vocab_size:

@@ -29,7 +29,7 @@ def resolve_data(config: Config) -> Config:
         raise UserError("--data-path and --train-data-path exclude each other; leave one out")
     if config.tokenizer_type == "GPT2BPETokenizer":
         required(config, "vocab_file", "merge_file")
-    elif config.tokenizer_type == "HuggingFaceTokenizer":
+    elif config.tokenizer_type in ("HuggingFaceTokenizer", "SentencePieceTokenizer"):
         required(config, "tokenizer_model")
     else:
         required(config, "vocab_size")

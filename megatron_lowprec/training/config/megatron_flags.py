@@ -93,7 +93,7 @@ def answers() -> dict[str, Answer]:
         for group in content[kind]:
             for key in group["flags"].split():
                 assert key not in found, f"{key} has two answers"
-                found[key] = Answer(kind, group["because"], group.get("requires", {}))  # type: ignore[arg-type]
+                found[key] = Answer(kind, group["because"], group.get("requires", {}))
     return found
 
 

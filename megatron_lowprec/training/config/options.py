@@ -76,6 +76,13 @@ class ModelOptions:
     position_embedding_type: Literal["learned_absolute", "rope"] = arg("learned_absolute", "kind of position embedding")
     rotary_base: int = arg(10000, "base period of rope")
     rotary_percent: float = arg(1.0, "share of a head's channels that rope turns")
+    use_rope_scaling: bool = arg(False, "Llama 3's scaling of rope's low frequencies, from 8192 tokens")
+    rope_scaling_factor: float = arg(8.0, "factor of --use-rope-scaling: 8 in Llama 3.1, 32 in 3.2")
+    rope_type: Literal["rope", "yarn"] = arg("rope", "yarn: rope with YaRN's scaling (arXiv 2309.00071)")
+    rotary_scaling_factor: float = arg(1.0, "YaRN's factor of the context's length")
+    yarn_original_max_position_embeddings: int | None = arg(None, "YaRN's length before the extension")
+    yarn_beta_fast: float = arg(32.0, "YaRN's turns in that length from which a frequency is kept")
+    yarn_beta_slow: float = arg(1.0, "YaRN's turns in that length up to which it is divided by the factor")
     normalization: Literal["LayerNorm", "RMSNorm"] = arg("LayerNorm", "kind of norm")
     norm_epsilon: float = arg(1e-5, "epsilon of the norms")
     swiglu: bool = arg(False, "gated SiLU in the MLP instead of GELU")
@@ -269,10 +276,13 @@ class DataOptions:
         False, "before training, read the data of each path and compare it with its checksums; once for the same files"
     )
     num_workers: int = arg(0, "processes that load data; 0 loads in this one (Megatron's default is 2)")
-    tokenizer_type: Literal["GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = arg(
-        "GPT2BPETokenizer", "kind of tokenizer"
+    tokenizer_type: Literal["GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer"] = (
+        arg("GPT2BPETokenizer", "kind of tokenizer")
     )
-    tokenizer_model: str | None = arg(None, "tokenizer.json, or a folder that holds one, for HuggingFaceTokenizer")
+    tokenizer_model: str | None = arg(
+        None,
+        "tokenizer.json, or a folder with one, for HuggingFaceTokenizer; tokenizer.model for SentencePieceTokenizer",
+    )
     vocab_file: str | None = arg(None, "vocab.json for GPT2BPETokenizer")
     merge_file: str | None = arg(None, "merges.txt for GPT2BPETokenizer")
     vocab_size: int | None = arg(None, "entries of NullTokenizer")

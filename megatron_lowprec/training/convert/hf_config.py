@@ -20,6 +20,9 @@ _FORMS: Mapping[str, HuggingFace] = {
     for form in (architecture.hugging_face for architecture in reversed(ARCHITECTURES))
     if form is not None
 }
+_READ: Mapping[str, HuggingFace] = _FORMS | {
+    form.config.MODEL_TYPE: form for architecture in ARCHITECTURES for form in architecture.also_read
+}
 
 
 def hf_form(config: Config) -> HuggingFace:
@@ -93,6 +96,6 @@ def defaults_taken(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _form_of(hf: Mapping[str, Any]) -> HFConfig:
     kind = str(hf.get("model_type"))
-    if kind not in _FORMS:
-        raise UserError(f"config.json is of a {kind!r} model; {' and '.join(_FORMS)} can be read")
-    return _FORMS[kind].config
+    if kind not in _READ:
+        raise UserError(f"config.json is of a {kind!r} model; {' and '.join(_READ)} can be read")
+    return _READ[kind].config

@@ -19,6 +19,10 @@ def write_tokenizer(config: Config, folder: Path) -> list[str]:
         assert config.vocab_file is not None, "resolve() asks for it"
         assert config.merge_file is not None, "resolve() asks for it"
         return _write_gpt2(find(config.vocab_file), find(config.merge_file), sized_context(config), folder)
+    if config.tokenizer_type == "SentencePieceTokenizer":
+        assert config.tokenizer_model is not None, "resolve() asks for it"
+        shutil.copyfile(find(config.tokenizer_model), folder / "tokenizer.model")
+        return ["tokenizer.model"]
     if config.tokenizer_type == "HuggingFaceTokenizer":
         assert config.tokenizer_model is not None, "resolve() asks for it"
         source = find(config.tokenizer_model)

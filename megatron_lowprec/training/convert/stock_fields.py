@@ -159,7 +159,6 @@ HARMLESS = frozenset(name for names in _HARMLESS.values() for name in names.spli
 
 _ARGUMENTS: Mapping[str, Any] = {  # as REFUSED, of Megatron-LM's flags that are no fields
     "rotary_seq_len_interpolation_factor": None,
-    "use_rope_scaling": False,
     "openai_gelu": False,
     "quick_geglu": False,
     "use_legacy_models": False,

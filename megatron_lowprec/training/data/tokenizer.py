@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from megatron_lowprec.training.config.options import Config
 
-TOKENIZER_TYPES = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+TOKENIZER_TYPES = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer")
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -93,6 +93,46 @@ class _BackendTokenizer(Tokenizer):
         return text
 
 
+class SentencePieceTokenizer(Tokenizer):
+    """A ``tokenizer.model`` run by the ``sentencepiece`` library; picklable.
+
+    Raises:
+        UserError: the package is missing, the file is no model, or its model has no end of a text.
+    """
+
+    def __init__(self, file: Path) -> None:
+        try:
+            import sentencepiece
+        except ImportError:
+            raise UserError(
+                "SentencePieceTokenizer needs the package sentencepiece: pip install 'megatron_lowprec[sentencepiece]'"
+            ) from None
+        content = file.read_bytes()
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except (RuntimeError, OSError) as error:
+            raise UserError(f"--tokenizer-model {file} is not a model of SentencePiece: {_one_line(error)}") from None
+        eod = self._processor.eos_id()
+        if eod < 0:
+            raise UserError(f"--tokenizer-model {file} has no end of a text (eos_id -1); train the model with one")
+        super().__init__("SentencePieceTokenizer", self._processor.get_piece_size(), eod, file.name, content)
+
+    def tokenize(self, text: str) -> list[int]:
+        # the library reads no control symbol from text
+        ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        documents: list[list[int]] = [[]]
+        for token in ids:
+            if token == self.eod:
+                documents.append([])
+            else:
+                documents[-1].append(int(token))
+        end: str = self._processor.id_to_piece(self.eod)
+        return end.join(self._processor.decode(document) for document in documents)
+
+
 class NullTokenizer(Tokenizer):
     """Token ids as decimal numbers separated by spaces; ids ``0 .. size - 1`` and ``eod = size``, as in Megatron."""
 
@@ -125,8 +165,8 @@ def build_tokenizer(
 
     ``GPT2BPETokenizer`` needs ``vocab_file`` and ``merge_file`` (byte-level BPE without a prefix space; the entry
     ``<|endoftext|>`` is eod), ``HuggingFaceTokenizer`` a ``tokenizer_model`` (a tokenizer.json or its folder; eod is the
-    eos_token of the files beside it), ``NullTokenizer`` a ``vocab_size``. For the first two ``vocab_size`` is only
-    checked against the files.
+    eos_token of the files beside it), ``SentencePieceTokenizer`` one (a tokenizer.model; eod is its end of a text),
+    ``NullTokenizer`` a ``vocab_size``. For all others ``vocab_size`` is only checked against the files.
 
     Raises:
         UserError: unknown type, missing argument, missing or unreadable file, no file that names an end token, or
@@ -142,6 +182,8 @@ def build_tokenizer(
         )
     elif tokenizer_type == "HuggingFaceTokenizer":
         tokenizer = _hugging_face(_existing(tokenizer_model, tokenizer_type, "--tokenizer-model"))
+    elif tokenizer_type == "SentencePieceTokenizer":
+        tokenizer = SentencePieceTokenizer(_existing(tokenizer_model, tokenizer_type, "--tokenizer-model"))
     else:
         raise UserError(f"unknown --tokenizer-type {tokenizer_type!r}; known: {', '.join(TOKENIZER_TYPES)}")
     if vocab_size is not None and vocab_size != tokenizer.vocab_size:

@@ -8,10 +8,10 @@ from megatron_lowprec.training.config.options import Config, ModelOptions
 from megatron_lowprec.training.models.common.interface import Architecture
 from megatron_lowprec.training.models.deepseek.architecture import DEEPSEEK, LATENT
 from megatron_lowprec.training.models.gpt2.architecture import GPT2
-from megatron_lowprec.training.models.llama.architecture import LLAMA
+from megatron_lowprec.training.models.llama.architecture import LLAMA, RELATIVES
 from megatron_lowprec.training.models.moe.architecture import MOE
 
-ARCHITECTURES: tuple[Architecture, ...] = (DEEPSEEK, LATENT, MOE, LLAMA, GPT2)
+ARCHITECTURES: tuple[Architecture, ...] = (DEEPSEEK, LATENT, MOE, LLAMA, *RELATIVES, GPT2)
 """The first architecture that a configuration selects is used; the last one matches any."""
 
 

@@ -116,6 +116,8 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 33}, ["--seq-length 33"]),
     (1, {"expert_model_parallel_size": 2}, ["--num-experts"]),
     (1, {"num_experts": 2, "expert_tensor_parallel_size": 2}, ["--expert-tensor-parallel-size 2", "1 rank(s)"]),
+    (1, {"use_rope_scaling": True}, ["--use-rope-scaling", "--position-embedding-type rope"]),
+    (1, {"rope_type": "yarn", "position_embedding_type": "rope"}, ["--yarn-original-max-position-embeddings"]),
     (1, {"manual_gc_interval": 2}, ["--manual-gc-interval 2", "--manual-gc"]),
     (1, {"wandb_entity": "team"}, ["--wandb-entity team", "--wandb-project"]),
     (1, {**TE, "reset_attention_mask": True}, ["--reset-attention-mask", "--transformer-impl local"]),

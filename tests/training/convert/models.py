@@ -30,6 +30,18 @@ LLAMA: dict[str, Any] = {
     "disable_bias_linear": True,
     "untie_embeddings_and_output_weights": True,
 }
+QWEN2: dict[str, Any] = {**LLAMA, "add_qkv_bias": True}
+QWEN3: dict[str, Any] = {**LLAMA, "qk_layernorm": True}
+# With 24 channels of a head and base 500, waves of both scalings are short, long and between.
+LLAMA3: dict[str, Any] = {**LLAMA, "rotary_base": 500_000, "use_rope_scaling": True, "rope_scaling_factor": 32.0}
+YARN: dict[str, Any] = {
+    **LLAMA,
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 16,
+    "yarn_beta_fast": 2.0,
+    "yarn_beta_slow": 0.5,
+}
 MIXTRAL: dict[str, Any] = {
     **LLAMA,
     "num_experts": 8,

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     """[batch, sequence, vocabulary] in fp32 of a model's folder."""
     config = json.loads((folder / "config.json").read_text())
-    if config["model_type"] in ("deepseek_v3", "mixtral"):
+    if config["model_type"] not in ("gpt2", "llama") or "rope_scaling" in config:
         return by_transformers(folder, ids)
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     return {"gpt2": gpt2, "llama": llama}[config["model_type"]](config, tensors, ids)

@@ -16,9 +16,18 @@ from megatron_lowprec.training.models.common.interface import HFConfig
 from megatron_lowprec.training.models.deepseek import hf_config as deepseek
 from megatron_lowprec.training.models.gpt2 import hf_config as gpt2
 from megatron_lowprec.training.models.llama import hf_config as llama
+from megatron_lowprec.training.models.llama.relatives import MISTRAL, QWEN2, QWEN3
 from megatron_lowprec.training.models.moe import hf_config as mixtral
 
-FORMS: dict[str, HFConfig] = {"GPT2": gpt2, "Llama": llama, "Mixtral": mixtral, "DeepseekV3": deepseek}
+FORMS: dict[str, HFConfig] = {
+    "GPT2": gpt2,
+    "Llama": llama,
+    "Mixtral": mixtral,
+    "DeepseekV3": deepseek,
+    "Mistral": MISTRAL,
+    "Qwen2": QWEN2,
+    "Qwen3": QWEN3,
+}
 NOT_TRANSFORMERS = {
     "num_nextn_predict_layers": "a file that lacks it has no such layers, or their tensors are refused",
     "num_key_value_heads of deepseek_v3": "transformers' 128 is for its own 128 heads",
@@ -32,7 +41,10 @@ def test_missing_keys_have_transformers_defaults(name: str) -> None:
     variants = {key: allowed[0] for key, allowed in form.VARIANTS.items() if hasattr(config, key)}
     for key, value in {**variants, **form.DEFAULTS}.items():
         if not {key, f"{key} of {form.MODEL_TYPE}"} & NOT_TRANSFORMERS.keys():
-            theirs = config.rope_parameters[key] if key == "rope_theta" else config.to_dict()[key]
+            about = config.to_dict() | (
+                {} if name != "Qwen2" else {"head_dim": None}
+            )  # it takes one, without a default
+            theirs = config.rope_parameters[key] if key == "rope_theta" else about[key]
             # transformers itself fills in the width of a head
             assert theirs == value or (key in ("head_dim", "num_key_value_heads") and value is None), key
     assert type(config).attribute_map == form.ALIASES
@@ -48,6 +60,15 @@ def test_a_config_of_nothing_but_its_type_is_that_of_transformers(name: str) -> 
     resolve_model(Config(**from_hf_config(needed)))
     taken = defaults_taken(needed | {"initializer_range": 0.1})
     assert taken == {k: v for k, v in form.DEFAULTS.items() if v is not None and k != "initializer_range"}
+
+
+def test_a_window_is_the_longest_sequence_that_does_not_see_it() -> None:
+    """Mistral 7B v0.1 attends to 4096 tokens: up to that length to all of them."""
+    about = {"model_type": "mistral", "max_position_embeddings": 32768}
+    assert [from_hf_config(about)[name] for name in ("seq_length", "max_position_embeddings")] == [4096, 4096]
+    assert from_hf_config(about | {"sliding_window": None})["seq_length"] == 32768
+    assert from_hf_config(about | {"sliding_window": 10**6})["seq_length"] == 32768
+    assert from_hf_config({"model_type": "qwen2", "sliding_window": 4096})["seq_length"] == 32768  # not in use
 
 
 def test_second_names_of_keys_are_read() -> None:
@@ -102,7 +123,19 @@ def test_the_plain_rope_is_read_in_every_spelling(kind: str, rope: dict[str, Any
         ({"model_type": "opt"}, "is of a 'opt' model"),
         ({"rope_theta": 100.5}, "rope_theta 100.5; --rotary-base is a whole number"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope of type 'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope of type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "has factor None in its rope; it must be a positive number"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": 1.3}}, "attention_factor 1.3"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale_all_dim": 1}}, "mscale_all_dim 1"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 2}},
+            "low_freq_factor 2; Megatron-core",
+        ),
+        (
+            {"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn", "factor": 4}},
+            "rope of type 'yarn'; this model",
+        ),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window True"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias True"),
         ({"rope_scaling": [2.0]}, r"rope options [2.0]"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope options {'full_attention'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),

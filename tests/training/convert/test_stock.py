@@ -19,9 +19,9 @@ from megatron_lowprec.training.convert import stock, stock_fields
 from megatron_lowprec.training.convert.names import canonical
 from megatron_lowprec.training.distributed import startup
 from tests.training.conftest import Drive
-from tests.training.convert.models import GPT, IDS, LLAMA, arguments, our_logits
+from tests.training.convert.models import GPT, IDS, LLAMA3, arguments, our_logits
 
-MODELS: dict[str, dict[str, Any]] = {"gpt": {**GPT, "num_layers": 4}, "llama": {**LLAMA, "num_layers": 4}}
+MODELS: dict[str, dict[str, Any]] = {"gpt": {**GPT, "num_layers": 4}, "llama": {**LLAMA3, "num_layers": 4}}
 ROWS = 256
 Weights = dict[str, torch.Tensor]
 
@@ -43,6 +43,8 @@ def stock_model(changes: dict[str, Any], out: Path) -> tuple[Namespace, Weights,
         max_sequence_length=config.max_position_embeddings,
         position_embedding_type=config.position_embedding_type,
         rotary_base=config.rotary_base,
+        rope_scaling=config.use_rope_scaling,
+        rope_scaling_factor=config.rope_scaling_factor,
         share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
     ).eval()
     generator = torch.Generator().manual_seed(3)
@@ -180,7 +182,7 @@ ARGS: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads
     [
         ({"bias_gelu_fusion": False}, "exact GELU"),
         ({"rotary_seq_len_interpolation_factor": 2}, "--rotary-seq-len-interpolation-factor 2"),
-        ({"use_rope_scaling": True}, "--use-rope-scaling True"),
+        ({"position_embedding_type": "yarn"}, "--position-embedding-type yarn"),
         ({"yaml_cfg": "model.yaml"}, "--yaml-cfg model.yaml"),  # its model is not in the args
         ({"spec": ["forks.layers", "spec"]}, "--spec forks.layers spec"),
         ({"position_embedding_type": "mrope"}, "--position-embedding-type mrope"),

@@ -225,3 +225,48 @@ def test_backend_agrees_that_the_saved_file_would_parse_the_end_token(saved: Pat
     """Guards the guard: read plainly, the file does turn the spelled-out token into eod."""
     plain = Backend.from_file(str(saved / "tokenizer.json"))
     assert tiny.eod in plain.encode("a<|endoftext|>b").ids
+
+
+# ---- SentencePiece
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 300 pieces, trained here."""
+    library = pytest.importorskip("sentencepiece", reason="sentencepiece (extra 'sentencepiece') is not installed")
+    file = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
+    text = [f"the {word} of a small model, number {n}" for n in range(40) for word in ("loss", "scale", "gradient")]
+    with file.open("wb") as out:
+        library.SentencePieceTrainer.train(
+            sentence_iterator=iter(text), model_writer=out, vocab_size=300, model_type="bpe", byte_fallback=True
+        )
+    return file
+
+
+def test_a_sentencepiece_model_gives_its_library_s_ids(model_file: Path) -> None:
+    import sentencepiece
+
+    ours = build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(model_file))
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
+    assert (ours.vocab_size, ours.eod) == (300, theirs.eos_id())
+    for text in ("the loss of a model", "größer 東京 </s> <s>", ""):
+        ids = ours.tokenize(text)
+        assert ids == theirs.encode(text)
+        assert ours.eod not in ids
+        assert ours.detokenize(ids) == text
+        assert pickle.loads(pickle.dumps(ours)).tokenize(text) == ids
+    assert ours.detokenize([*ours.tokenize("a model"), ours.eod, *ours.tokenize("loss")]) == "a model</s>loss"
+    with pytest.raises(UserError, match="--vocab-size 299 was asked"):
+        build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(model_file), vocab_size=299)
+
+
+def test_what_is_no_sentencepiece_model_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece", reason="sentencepiece (extra 'sentencepiece') is not installed")
+    (tmp_path / "tokenizer.model").write_bytes(b"no model")
+    with pytest.raises(UserError, match="is not a model of SentencePiece"):
+        build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(tmp_path / "tokenizer.model"))
+
+
+def test_sentencepiece_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"model")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(UserError, match=r"pip install 'megatron_lowprec\[sentencepiece\]'"):
+        build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(tmp_path / "tokenizer.model"))

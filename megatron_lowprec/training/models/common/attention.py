@@ -9,6 +9,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.fields import check_divisible, require
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.common import rope
 from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import cached, saved_input, stream_bytes, tokens_of, width_of
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 def resolve(config: Config) -> Config:
     """The options with --kv-channels and --num-query-groups filled."""
+    rope.check(config)
     hidden, heads = require(config.hidden_size), require(config.num_attention_heads)
     if config.kv_channels is None:
         check_divisible("--hidden-size", hidden, "--num-attention-heads", heads)
@@ -87,7 +89,7 @@ def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, floa
     heads, channels = require(config.num_attention_heads), require(config.kv_channels)
     query = tokens * heads * channels * width / tensor
     key_value = tokens * config.num_query_groups * channels * width / tensor
-    rope, grouped = config.position_embedding_type == "rope", config.num_query_groups < heads
+    turned, grouped = config.position_embedding_type == "rope", config.num_query_groups < heads
     saved = {
         "input of linear_qkv": saved_input(config, runs, layer, "self_attention.linear_qkv", stream_bytes(config)),
         "output of linear_qkv": query + 2 * key_value,
@@ -96,11 +98,11 @@ def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, floa
     saved |= codes or {"input of linear_proj (output of attention)": query}
     if not codes and runs is not None and runs.keeps_codes(config, layer, "self_attention.linear_proj"):
         saved["FP8 codes of linear_proj's input"] = query / width
-    if rope or grouped:
-        saved["queries and keys on their own"] = query + (key_value if rope else 0.0)
+    if turned or grouped:
+        saved["queries and keys on their own"] = query + (key_value if turned else 0.0)
     if config.qk_layernorm:
         saved["inputs of the norms of queries and keys"] = query + key_value
-    if rope:  # cosine and sine, for queries and keys
+    if turned:  # cosine and sine, for queries and keys
         saved["cosines and sines"] = 4 * require(config.seq_length) * int(channels * config.rotary_percent) * width
     if config.recompute_granularity != "selective":
         saved |= saved_scores(config)

@@ -8,7 +8,13 @@ from typing import Any
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
 
-_NULLABLE = ("n_inner", "head_dim", "num_key_value_heads", "q_lora_rank")  # null is a value of its own
+_NULLABLE = (
+    "n_inner",
+    "head_dim",
+    "num_key_value_heads",
+    "q_lora_rank",
+    "sliding_window",
+)  # null is a value of its own
 _LARGEST = 1e300  # less than any infinity, and not greater than NaN
 _KINDS: Mapping[type, tuple[str, tuple[type, ...]]] = {
     bool: ("true or false", (bool,)),
@@ -57,31 +63,13 @@ def absent(hf: Mapping[str, Any], defaults: Mapping[str, Any], aliases: Mapping[
 def _flat(hf: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
     found = {name: value for name, value in hf.items() if name not in aliases}
     found |= {aliases[name]: value for name, value in hf.items() if name in aliases}
-    rope = _rope(hf)
+    rope = rope_of(hf)
     return found | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
 
 
-def _rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+def rope_of(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """Options of rope: transformers 5 has all of them in rope_parameters, 4 those of a scaling in rope_scaling."""
     found = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
         raise UserError(f"config.json has rope options {found!r}; only those of one plain rope can be read")
     return found
-
-
-def rotary_base(hf: Mapping[str, Any]) -> int:
-    """--rotary-base of a completed config.json.
-
-    Raises:
-        UserError: another rope than the plain one over whole heads, or a base that is no whole number.
-    """
-    rope = _rope(hf)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise UserError(f"config.json has rope of type {kind!r}; only the plain one can be read")
-    share = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    if share not in (None, 1):
-        raise UserError(f"config.json has partial_rotary_factor {share!r}; only rope over whole heads can be read")
-    if hf["rope_theta"] != int(hf["rope_theta"]):
-        raise UserError(f"config.json has rope_theta {hf['rope_theta']!r}; --rotary-base is a whole number")
-    return int(hf["rope_theta"])

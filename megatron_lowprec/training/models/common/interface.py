@@ -172,6 +172,7 @@ class Architecture:
 
     Args:
         selected: whether a configuration, resolved or not, is of this architecture.
+        also_read: forms of models of this architecture under another name; they are written as ``hugging_face``.
         block_spec: layer specs of a pipeline stage.
         plans_fp8_inputs: whether the memory plan counts one byte per value for inputs saved as FP8 codes.
         shape_options: added options that determine a checkpoint's tensors.
@@ -185,6 +186,7 @@ class Architecture:
     attention: Attention
     mlp: Mlp
     hugging_face: HuggingFace | None = None
+    also_read: tuple[HuggingFace, ...] = ()
     block_spec: Callable[[Config, TransformerConfig, int | None], TransformerBlockSubmodules] = gpt_block_spec
     plans_fp8_inputs: bool = True
     shape_options: tuple[str, ...] = ()

@@ -8,7 +8,8 @@ from typing import Any
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.common.hf_options import completed, differing_options, rotary_base
+from megatron_lowprec.training.models.common.hf_options import completed, differing_options
+from megatron_lowprec.training.models.common.rope import plain_base
 from megatron_lowprec.training.models.moe.layer_pattern import layers_with_experts
 
 MODEL_TYPE, TITLE = "deepseek_v3", "DeepSeek-V3"
@@ -159,7 +160,7 @@ def from_config(hf: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "seq_length": hf["max_position_embeddings"],
         "max_position_embeddings": hf["max_position_embeddings"],
-        "rotary_base": rotary_base(hf),
+        "rotary_base": plain_base(hf),
         "hidden_dropout": 0.0,
         "attention_dropout": hf["attention_dropout"],
         "init_method_std": hf["initializer_range"],

@@ -26,6 +26,8 @@ _SIZES = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _WANTED: dict[str, Any] = {
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
+    "use_rope_scaling": False,
+    "rope_type": "rope",
     "group_query_attention": False,
     "add_qkv_bias": False,
     "attention_backend": "auto",  # Megatron-core's own has one width for keys and values

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.common.hf_options import completed, differing_options, rotary_base
+from megatron_lowprec.training.models.common import rope
+from megatron_lowprec.training.models.common.hf_options import completed, differing_options
 
 MODEL_TYPE, TITLE = "llama", "Llama"
 OPTIONS: Mapping[str, Any] = {
@@ -62,7 +63,7 @@ def to_config(config: Config) -> dict[str, Any]:
         "head_dim": config.kv_channels,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.norm_epsilon,
-        "rope_theta": float(config.rotary_base),
+        **rope.to_config(config),
         "attention_bias": False,
         "attention_dropout": config.attention_dropout,
         "mlp_bias": False,
@@ -84,7 +85,7 @@ def from_config(hf: Mapping[str, Any]) -> dict[str, Any]:
         "ffn_hidden_size": hf["intermediate_size"],
         "seq_length": hf["max_position_embeddings"],
         "max_position_embeddings": hf["max_position_embeddings"],
-        "rotary_base": rotary_base(hf),
+        **rope.from_config(hf),
         "norm_epsilon": hf["rms_norm_eps"],
         "hidden_dropout": 0.0,
         "attention_dropout": hf["attention_dropout"],

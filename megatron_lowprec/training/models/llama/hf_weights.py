@@ -1,4 +1,4 @@
-"""Llama's tensors in model.safetensors: separate queries, keys, values, gate and up projection."""
+"""Tensors of Llama and its relatives in model.safetensors: separate queries, keys, values, gate and up projection."""
 
 from __future__ import annotations
 
@@ -33,6 +33,18 @@ def maps_with_mlp(config: Config, mlp_maps: Callable[[str, str], Iterable[Tensor
             to_hf=lambda tensor: split_qkv(config, tensor),
             from_hf=lambda tensors: join_qkv(config, *tensors),
         )
+        if config.add_qkv_bias:
+            yield TensorMap(
+                f"{ours}.self_attention.linear_qkv.bias",
+                tuple(f"{theirs}.self_attn.{name}_proj.bias" for name in "qkv"),
+                to_hf=lambda tensor: split_qkv(config, tensor),
+                from_hf=lambda tensors: join_qkv(config, *tensors),
+            )
+        if config.qk_layernorm:
+            for name in "qk":
+                yield TensorMap(
+                    f"{ours}.self_attention.{name}_layernorm.weight", (f"{theirs}.self_attn.{name}_norm.weight",)
+                )
         yield TensorMap(f"{ours}.self_attention.linear_proj.weight", (f"{theirs}.self_attn.o_proj.weight",))
         yield from mlp_maps(ours, theirs)
     yield TensorMap("decoder.final_layernorm.weight", ("model.norm.weight",))

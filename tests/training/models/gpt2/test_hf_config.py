@@ -13,7 +13,7 @@ from megatron_lowprec.training.convert.hf_config import from_hf_config
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mistral"}, "'mistral' model"),
+        ({"model_type": "opt"}, "'opt' model"),
         ({"activation_function": "gelu"}, "activation_function 'gelu'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ],

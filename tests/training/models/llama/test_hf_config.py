@@ -13,8 +13,9 @@ from megatron_lowprec.training.convert.hf_config import from_hf_config
 @pytest.mark.parametrize(
     "change",
     [
-        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 4096}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},  # without its factor
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
         {"attention_bias": True},
         {"hidden_act": "gelu"},
     ],

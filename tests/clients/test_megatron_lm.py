@@ -1,5 +1,6 @@
 """Recipes in unmodified Megatron-LM by ``--spec``, on CPU processes; needs MEGATRON_LM, see ``megatron_lm.obtain``."""
 
+import argparse
 import json
 import os
 import shlex
@@ -15,6 +16,8 @@ from tests.clients.megatron_lm import MegatronLM, NotAvailableError, Run, obtain
 from tests.docs.markdown import fences
 from tests.environment import ROOT, python_path
 from tests.waiting import PATIENCE
+from tools.bench import megatron_lm as bench
+from tools.bench.shapes import MODELS
 
 pytestmark = pytest.mark.slow
 
@@ -242,14 +245,13 @@ def test_the_documented_command_runs(megatron_lm: MegatronLM) -> None:
     assert "recipe mxfp4_rht_sr: " in run_small(megatron_lm, arguments).output
 
 
-def test_the_measured_command_runs(megatron_lm: MegatronLM, tmp_path: Path) -> None:
-    script = ["bash", str(ROOT / "scripts/measure.sh"), "--dry-run", str(tmp_path), "megatron"]
-    told = subprocess.run(script, env={**os.environ, "GPUS": "2"}, capture_output=True, text=True, check=True).stdout
-    commands = [shlex.split(line) for line in told.splitlines()]
-    measured = [words for words in commands if words[-2:] == ["megatron_lowprec.specs", "fp8_delayed"]]
-    assert len(measured) == 1
-    at = measured[0].index("Megatron-LM/pretrain_gpt.py")
-    assert "recipe fp8_delayed: " in run_small(megatron_lm, measured[0][at + 1 :]).output
+def test_the_measured_flags_run(megatron_lm: MegatronLM, tmp_path: Path) -> None:
+    args = argparse.Namespace(micro_batch=None, warm_up=10, iterations=20)
+    client = bench.Client("Megatron-LM", "", tmp_path, None)
+    flags = bench.flags_of(MODELS["345m"], client, "spec-fp8_delayed-graphs", args, tmp_path)
+    output = run_small(megatron_lm, flags).output
+    assert "recipe fp8_delayed: " in output
+    assert "CUDA graphs: 4 layers captured" in output
 
 
 def test_a_file_and_overrides(megatron_lm: MegatronLM, tmp_path: Path) -> None:

@@ -200,15 +200,15 @@ def _installed() -> Path:
 
 def notes(args: argparse.Namespace, clients: list[Client]) -> list[str]:
     """Conditions of all rows."""
-    te = sorted(path.stem for path in args.te.glob("transformer_engine-*.dist-info")) if args.te is not None else []
+    te = [args.te] if args.te is None else sorted(path.stem for path in args.te.glob("transformer_engine-*.dist-info"))
     return [
         f"clients: {', '.join(f'{client.name} (Megatron-core {client.series})' for client in clients)}; one GPU",
         f"ms: median of means over {WINDOW} iterations, from each program's log; least and most of them; "
         f"{args.warm_up} iterations before them",
         f"Megatron-LM: {' '.join(_MEGATRON_LM)}, mock data, {args.iterations} iterations timed",
         f"stock: without TransformerEngine and apex: {_STOCK}",
-        f"te: {', '.join(te) or 'none'}; cross entropy of TransformerEngine until 0.18, which 0.19 refuses; weight "
-        "gradients added in its GEMMs, in the output layer by torch in place of apex",
+        f"te: {', '.join(map(str, te)) or args.te}; cross entropy of TransformerEngine until 0.18, which 0.19 refuses; "
+        "weight gradients added in its GEMMs, in the output layer by torch in place of apex",
         "graphs: --cuda-graph-impl local; of te: transformer_engine",
         "peak: allocated, without what graphs hold; reserved: with it",
     ]

@@ -24,14 +24,14 @@
 #   medium     five recipes at 125M
 #   lm         fp8_lm and fp8_delayed: step, update and memory, 345M on one GPU and on all, and a short run
 #   clients    five steps of 345M in Megatron-LM with TransformerEngine, by quantizer factories and by its own flags
-#   megatron   a step of 345M in this driver, in Megatron-LM under --spec, and there with TransformerEngine; and what
-#              Megatron-LM's own timers say of its parts
+#   megatron   a step of 345M and 1.3B in Megatron-LM, stock, under --spec and with TransformerEngine, and in this driver
 #   interrupt  a run on two GPUs, stopped by SIGTERM and resumed, against an undisturbed one
 #
 # Environment: DATA is the corpus of configs, large and of the studies from schedule to medium; GPUS is the number of GPUs
 # (default: all), JOBS the jobs of a study that share one (default: 3), SWEEP further flags of scripts/sweep.py in a study,
 # such as "--seeds 1238-1241 --only *mxfp8*" to leave out what has run; CLIENT a checkout of Megatron-LM core_v0.16.1 for
-# clients and megatron (default: Megatron-LM).
+# clients (default: Megatron-LM); of megatron, CLIENTS its folders or tarballs (default: CLIENT), CORES folders with
+# megatron-core for those of another release than the installed one, TE a folder with TransformerEngine.
 # Each part writes OUT/PART.log and its JSON, and OUT/PART.done after success. A part with that file is not repeated.
 # --dry-run only prints the commands.
 set -uo pipefail
@@ -226,38 +226,9 @@ clients() {
     return $failed
 }
 
-# The driver's --micro-batch-size, sequence and optimizer for all; milliseconds an iteration are in the log.
 megatron() {
-    local recipe name failed=0
-    local -A te=(
-        [bf16]=""
-        [fp8_delayed]="--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
-        [fp8_blockwise]="--fp8-format e4m3 --fp8-recipe blockwise"
-    )
-    local size="--seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 16 --train-iters 40 --log-interval 5"
-    local spread="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-        --cross-entropy-loss-fusion"
-    local spec="--transformer-impl local --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
-        --spec megatron_lowprec.specs"
-    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-    for recipe in bf16 fp8_delayed fp8_blockwise mxfp4_rht_sr; do
-        train "megatron/$recipe" "$gpus" --config configs/models/gpt_345m.yaml --recipe "$recipe" --train-iters 40 \
-            --micro-batch-size 16 --global-batch-size $((16 * gpus)) --log-interval 5 || failed=1
-        # shellcheck disable=SC2086 # several words each
-        megatron_lm $size $spread $spec "$recipe" || failed=1
-    done
-    # shellcheck disable=SC2086
-    megatron_lm $size $spread $spec bf16 --timing-log-level 2 || failed=1
-    for recipe in bf16 fp8_delayed fp8_blockwise; do
-        # shellcheck disable=SC2086
-        megatron_lm $size $spread ${te[$recipe]} || failed=1
-        for name in --cuda-graph-impl\ transformer_engine --fp8-param-gather; do
-            [[ $recipe == bf16 && $name == --fp8* ]] && continue
-            # shellcheck disable=SC2086
-            megatron_lm $size $spread ${te[$recipe]} $name || failed=1
-        done
-    done
-    return $failed
+    run python -m tools.bench megatron_lm --clients "${CLIENTS:-${CLIENT:-Megatron-LM}}" --rounds 2 \
+        ${CORES:+--megatron-core "$CORES"} ${TE:+--te "$TE"} --out "$out/megatron.json"
 }
 
 interrupt() {

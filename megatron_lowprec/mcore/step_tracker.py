@@ -73,12 +73,17 @@ class StepTracker:
         """Check that the layers can be built and their passes followed.
 
         Raises:
-            UserError: the layers need apex, and it is missing; CUDA graphs that cannot hold the layers; a ramp of the
-                batch size that this release ignores.
+            UserError: the layers need apex, and it is missing; CUDA graphs that cannot hold the layers, or that hold
+                the update; a ramp of the batch size that this release ignores.
         """
         self._captures = asks_for_graphs(config)
         if self._captures:
             check_graphs(config, self._recipe, megatron_lm_args())
+        if getattr(megatron_lm_args(), "optimizer_cuda_graph", False):
+            raise UserError(
+                "--optimizer-cuda-graph cannot hold the update under a recipe: its replays would repeat the learning "
+                "rate and the step of the capture, and end no step of the recipe; leave it out"
+            )
         if IGNORES_RAMPS and getattr(megatron_lm_args(), "rampup_batch_size", None) is not None:
             raise UserError(
                 f"--rampup-batch-size is ignored by megatron-core {__version__}: give Megatron-LM "

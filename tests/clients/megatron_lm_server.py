@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import typing_extensions
 
+from tools.bench.megatron_lm_worker import skip_compilers
+
 
 def main() -> None:
     """Import Megatron-LM once, then serve."""
@@ -32,7 +34,7 @@ def main() -> None:
     if sys.version_info < (3, 12):  # for which Megatron-LM is written from 0.17 on; the rest of it parses
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
     training: Any = importlib.import_module("megatron.training.training")
-    _skip_compilers()
+    skip_compilers()
     _start_helpers_without_main()
     _print_exact_losses(training)
     _fuse_adamw(training)
@@ -79,15 +81,6 @@ def _fork(folder: str, asked: dict[str, Any], rank: int, training: Any) -> int:
         for helper in multiprocessing.active_children():  # Megatron-core's checkpoint writer would outlive the run
             helper.kill()
         os._exit(code)
-
-
-def _skip_compilers() -> None:
-    """Megatron-LM compiles the dataset helper, which the installed wheel has, and CUDA kernels that no test uses."""
-    datasets: Any = importlib.import_module("megatron.core.datasets.utils")
-    datasets.compile_helpers = lambda: None
-    initialize: Any = importlib.import_module("megatron.training.initialize")
-    if hasattr(initialize, "fused_kernels"):  # until 0.18
-        initialize.fused_kernels.load = lambda args: None
 
 
 def _start_helpers_without_main() -> None:

@@ -1,5 +1,6 @@
 """Recipes in unmodified Megatron-LM by ``--spec``, on CPU processes; needs MEGATRON_LM, see ``megatron_lm.obtain``."""
 
+import argparse
 import json
 import os
 import shlex
@@ -15,6 +16,8 @@ from tests.clients.megatron_lm import MegatronLM, NotAvailableError, Run, obtain
 from tests.docs.markdown import fences
 from tests.environment import ROOT, python_path
 from tests.waiting import PATIENCE
+from tools.bench import megatron_lm as bench
+from tools.bench.shapes import MODELS
 
 pytestmark = pytest.mark.slow
 
@@ -141,23 +144,11 @@ def test_recomputation_repeats_the_draws(megatron_lm: MegatronLM) -> None:
     assert losses(megatron_lm, *recipe, *RECOMPUTE) == losses(megatron_lm, *recipe)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "arguments", "ranks"),
-    [
-        ("bf16", [], 1),
-        ("fp8_delayed", QWEN, 1),
-        ("mxfp4_rht_sr", ["--global-batch-size", "2"], 1),
-        ("fp8_current", OVERLAP, 2),
-    ],
-    ids=["two kinds of microbatches", "llama and norms of queries", "one microbatch", "data parallel"],
-)
-def test_cuda_graphs_have_the_losses_of_eager_layers(
-    megatron_lm: MegatronLM, recipe: str, arguments: list[str], ranks: int
-) -> None:
-    """With dropout and evaluations in between. On a CPU, recordings that run their Python again stand for graphs."""
-    graphs = compare_graphs(megatron_lm, *STOCK, *spec(recipe), *arguments, ranks=ranks)
-    kinds = 1 if "--global-batch-size" in arguments else 2
-    assert f"CUDA graphs: 4 layers captured, {8 * kinds} graphs" in graphs.output
+def test_cuda_graphs_have_the_losses_of_eager_layers(megatron_lm: MegatronLM) -> None:
+    """With dropout, an evaluation in between and DDP's hooks. On a CPU, recordings that run again stand for graphs."""
+    small = ["--num-layers", "2", "--global-batch-size", "4", "--train-iters", "3"]
+    graphs = compare_graphs(megatron_lm, *STOCK, *small, *QWEN, *OVERLAP, *spec("fp8_delayed"))
+    assert "CUDA graphs: 2 layers captured, 8 graphs" in graphs.output
 
 
 @pytest.mark.gpu
@@ -167,14 +158,14 @@ def test_replays_on_a_gpu_have_the_losses_of_eager_layers(megatron_lm: MegatronL
     assert "CUDA graphs: 4 layers captured, 16 graphs" in graphs.output
 
 
-def compare_graphs(megatron_lm: MegatronLM, *arguments: str, ranks: int = 1) -> Run:
+def compare_graphs(megatron_lm: MegatronLM, *arguments: str) -> Run:
     """The run with graphs, whose losses and gradient norms equal those of the run without, bit for bit."""
     drops = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
     common = [*MODEL, *arguments, *drops, "--mock-data"]
-    eager = megatron_lm.run(*common, ranks=ranks)
-    graphs = megatron_lm.run(*common, "--cuda-graph-impl", "local", ranks=ranks)
-    assert eager.codes == graphs.codes == [0] * ranks, eager.output[-2000:] + graphs.output[-4000:]
-    assert len(eager.losses) >= 4
+    eager = megatron_lm.run(*common)
+    graphs = megatron_lm.run(*common, "--cuda-graph-impl", "local")
+    assert eager.codes == graphs.codes == [0], eager.output[-2000:] + graphs.output[-4000:]
+    assert len(eager.losses) >= 3
     assert (graphs.losses, graphs.grad_norms) == (eager.losses, eager.grad_norms)
     return graphs
 
@@ -242,14 +233,13 @@ def test_the_documented_command_runs(megatron_lm: MegatronLM) -> None:
     assert "recipe mxfp4_rht_sr: " in run_small(megatron_lm, arguments).output
 
 
-def test_the_measured_command_runs(megatron_lm: MegatronLM, tmp_path: Path) -> None:
-    script = ["bash", str(ROOT / "scripts/measure.sh"), "--dry-run", str(tmp_path), "megatron"]
-    told = subprocess.run(script, env={**os.environ, "GPUS": "2"}, capture_output=True, text=True, check=True).stdout
-    commands = [shlex.split(line) for line in told.splitlines()]
-    measured = [words for words in commands if words[-2:] == ["megatron_lowprec.specs", "fp8_delayed"]]
-    assert len(measured) == 1
-    at = measured[0].index("Megatron-LM/pretrain_gpt.py")
-    assert "recipe fp8_delayed: " in run_small(megatron_lm, measured[0][at + 1 :]).output
+def test_the_measured_flags_run(megatron_lm: MegatronLM, tmp_path: Path) -> None:
+    args = argparse.Namespace(micro_batch=None, warm_up=10, iterations=20)
+    client = bench.Client("Megatron-LM", "", tmp_path, None)
+    flags = bench.flags_of(MODELS["345m"], client, "spec-fp8_delayed-graphs", args, tmp_path)
+    output = run_small(megatron_lm, flags).output
+    assert "recipe fp8_delayed: " in output
+    assert "CUDA graphs: 4 layers captured" in output
 
 
 def test_a_file_and_overrides(megatron_lm: MegatronLM, tmp_path: Path) -> None:

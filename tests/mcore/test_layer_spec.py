@@ -332,6 +332,12 @@ def test_an_own_loop_with_megatron_lm_s_arguments(monkeypatch: pytest.MonkeyPatc
     assert loop.losses == expected("mxfp4_rht_sr")[0][:MICROBATCHES]
 
 
+def test_an_update_as_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_in_megatron_lm(monkeypatch, optimizer_cuda_graph=True)
+    with pytest.raises(UserError, match="--optimizer-cuda-graph cannot hold the update under a recipe"):
+        tracked("mxfp8")
+
+
 def test_attention_masks_that_would_not_be_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.enums import AttnBackend
 

@@ -87,7 +87,7 @@ class Rerun:
         self.replayed.append(self.number)
         with torch.enable_grad(), self.as_recorded():
             again = self.work()
-        self.result.copy_(again.detach())
+        self.result.data.copy_(again.detach())  # which autograd does not see, as a graph's write
 
 
 def _rerun_graphs(model: nn.Module, *, recorders: list[RerunRecorder]) -> LayerGraphs:

@@ -2,10 +2,12 @@
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_lowprec.errors import Parser, UserError, current_argv, names, run_tool
 from megatron_lowprec.training.config.paths import output_file
@@ -18,6 +20,10 @@ COMMANDS = {
     "experts": (3, "the experts of a layer, forward and backward, over Megatron-core's in bf16"),
     "step": (1, "a training step over bf16"),
     "hugging_face": (2, "a training step of Hugging Face models: convert over bf16, eager and compiled"),
+    "megatron_lm": (
+        1,
+        "a training step in Megatron-LM, stock, under --spec and with TransformerEngine",
+    ),
     "scaling": (1, "weak scaling of a training step: several GPUs over one, data parallel"),
     "exchange": (1, "gradients over data-parallel ranks: FP8-LM beside reduce-scatters in fp32 and bf16"),
     "ops": (3, "the ops of a step besides its linear layers, against torch and Megatron-core"),
@@ -36,13 +42,14 @@ def build_parser() -> argparse.ArgumentParser:
         type=names,
         help="345m,1.3b,6.7b,7b,70b,smoke; experts: deepseek_16b,smoke; hugging_face: llama,gpt2,smoke",
     )
-    common.add_argument("--recipes", type=names, help="recipes to compare; bf16 is always included")
     common.add_argument("--rounds", type=int, help="rounds in which all variants are measured in turn")
-    common.add_argument(
+    common.add_argument("--out", type=output_file, metavar="FILE.json", help="write all numbers to this file")
+    recipes = Parser(add_help=False)
+    recipes.add_argument("--recipes", type=names, help="recipes to compare; bf16 is always included")
+    recipes.add_argument(
         "--rep-ms", type=float, default=100.0, help="milliseconds of one measurement (default: %(default)s)"
     )
-    common.add_argument("--seed", type=int, help="of random inputs (default: drawn at random and printed)")
-    common.add_argument("--out", type=output_file, metavar="FILE.json", help="write all numbers to this file")
+    recipes.add_argument("--seed", type=int, help="of random inputs (default: drawn at random and printed)")
     sizes = Parser(add_help=False)
     sizes.add_argument(
         "--linears", type=names, default=["qkv", "proj", "fc1", "fc2"], help="linear layers (default: all)"
@@ -53,8 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
     parts = {
         name: commands.add_parser(
             name,
-            # models of Hugging Face have their own linear layers and tokens
-            parents=[common] if name == "hugging_face" else [common, sizes],
+            # models of Hugging Face have their own linear layers and tokens, rows of Megatron-LM their recipes
+            parents={"hugging_face": [common, recipes], "megatron_lm": [common]}.get(name, [common, recipes, sizes]),
             help=text,
             description=f"{text} (default: --rounds {rounds})",
         )
@@ -67,10 +74,10 @@ def build_parser() -> argparse.ArgumentParser:
     quantize.add_argument("--formats", type=names, default=["e2m1", "e4m3"])
     quantize.add_argument("--kinds", type=names, default=["nearest", "sr", "rht64", "rht64+sr"])
     quantize.add_argument("--directions", type=names, default=["rows", "columns", "both"])
-    for name, iterations in (("step", 20), ("scaling", 15)):
+    for name, warm_up, iterations in (("step", 5, 20), ("scaling", 5, 15), ("megatron_lm", 10, 20)):
         parts[name].add_argument("--micro-batch", type=int, help="sequences per GPU (default: the model's)")
         parts[name].add_argument(
-            "--warm-up", type=int, default=5, help="iterations before the timed ones (default: %(default)s)"
+            "--warm-up", type=int, default=warm_up, help="iterations before the timed ones (default: %(default)s)"
         )
         parts[name].add_argument(
             "--iterations", type=int, default=iterations, help="timed iterations (default: %(default)s)"
@@ -81,6 +88,16 @@ def build_parser() -> argparse.ArgumentParser:
     parts["step"].add_argument(
         "--snapshots", action="store_true", help="repeat with a quantization-error snapshot in every step"
     )
+    client = parts["megatron_lm"]
+    client.set_defaults(recipes=None, linears=(), rep_ms=0.0, seed=0)
+    paths: dict[str, Any] = {"type": _paths, "metavar": "PATH,PATH"}
+    client.add_argument("--clients", required=True, **paths, help="folders or tarballs of Megatron-LM releases")
+    client.add_argument(
+        "--megatron-core", default=[], **paths, help="folders with megatron-core of their series (default: installed)"
+    )
+    client.add_argument("--te", type=Path, metavar="FOLDER", help="with TransformerEngine, for rows te-* only")
+    client.add_argument("--rows", type=names, default=["*"], help="patterns of rows, such as spec-*,te-bf16")
+    client.add_argument("--limit", type=float, default=240.0, help="seconds of a row (default: %(default)s)")
     parts["scaling"].add_argument(
         "--gpus", type=names, default=["1", "8"], help="numbers of GPUs, on a CPU of processes (default: 1,8)"
     )
@@ -92,6 +109,10 @@ def build_parser() -> argparse.ArgumentParser:
     overhead.add_argument("--full-accumulation", action="store_true", help="run the FP8 GEMM without fast accumulation")
     overhead.add_argument("--only", choices=("fp8", "backward"), help="only one of the two tables")
     return parser
+
+
+def _paths(text: str) -> list[Path]:
+    return [Path(name) for name in names(text)]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -119,7 +140,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     args.copy_bytes = 2**31 if args.device == "cuda" else 2**20
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     torch.autograd.set_multithreading_enabled(False)  # as in the driver
-    shown = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    shown = json.loads(json.dumps(vars(args), default=str))
     report = Report(header(device, argv), shown)
     try:
         importlib.import_module(f"tools.bench.{args.command}").run(args, Bench(device, args.rep_ms), report)

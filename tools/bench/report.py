@@ -39,8 +39,13 @@ class Report:
 
     def table(self, title: str, rows: Sequence[Row], columns: Sequence[Column], **more: Any) -> None:
         """Print a table under the run's header; ``more`` goes into the JSON file."""
-        self.content["tables"].append({"title": title, "rows": list(rows), **more})
+        self.put(title, rows, **more)
         print(*header_lines(self.content["header"]), "", title, render(rows, columns), "", sep="\n", flush=True)
+
+    def put(self, title: str, rows: Sequence[Row], **more: Any) -> None:
+        """Set the table of this title in the JSON file, such as the rows measured so far."""
+        others = [table for table in self.content["tables"] if table["title"] != title]
+        self.content["tables"] = [*others, {"title": title, "rows": list(rows), **more}]
 
     @property
     def failed(self) -> bool:

@@ -164,7 +164,7 @@ class LayerGraphs:
     def _capture(self) -> None:
         started = time.perf_counter()
         layers, call = self._layers, self._layers[0].call
-        device, kinds = layers[0].weights[0].device, sorted(self._ran)
+        device, kinds = next(layers[0].module.parameters()).device, sorted(self._ran)
         self._cached_weights.clear()
         torch.cuda.empty_cache()  # else these could lie in a large cached block, which the graphs cannot use
         self._ends = tuple(torch.zeros(call.shape, dtype=call.dtype, device=device) for _ in range(2))
@@ -236,8 +236,8 @@ def _other_gradients(model: Any, weights: Sequence[nn.Parameter]) -> dict[Any, l
 
 def _dummies(weights: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
     """Placeholders for gradients of the weights, aliasing one buffer; never read."""
-    sizes: dict[torch.dtype, int] = {}
+    largest: dict[torch.dtype, torch.Tensor] = {}
     for weight in (weight for layer in weights for weight in layer):
-        sizes[weight.dtype] = max(sizes.get(weight.dtype, 0), weight.numel())
-    room = {dtype: torch.empty(size, dtype=dtype, device=weights[0][0].device) for dtype, size in sizes.items()}
+        largest[weight.dtype] = max(weight, largest.get(weight.dtype, weight), key=torch.numel)
+    room = {dtype: torch.empty(weight.numel(), dtype=dtype, device=weight.device) for dtype, weight in largest.items()}
     return [[room[weight.dtype][: weight.numel()].view(weight.shape) for weight in layer] for layer in weights]

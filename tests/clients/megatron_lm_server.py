@@ -9,7 +9,7 @@ answers with a line of the ranks' exit codes. Forking saves the imports, which t
 import importlib
 import inspect
 import json
-import multiprocessing
+import multiprocessing.spawn
 import os
 import runpy
 import sys
@@ -35,6 +35,7 @@ def main() -> None:
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
     training: Any = importlib.import_module("megatron.training.training")
     skip_compilers()
+    _spawn_without_script()
     _print_exact_losses(training)
     _fuse_adamw(training)
     for line in sys.stdin:
@@ -80,6 +81,16 @@ def _fork(folder: str, asked: dict[str, Any], rank: int, training: Any) -> int:
         for helper in multiprocessing.active_children():  # Megatron-core's checkpoint writer would outlive the run
             helper.kill()
         os._exit(code)
+
+
+def _spawn_without_script() -> None:
+    """Megatron-core's checkpoint writer spawns a process for a queue, which would import Megatron-LM's script first."""
+    prepare = multiprocessing.spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {key: value for key, value in prepare(name).items() if not key.startswith("init_main")}
+
+    multiprocessing.spawn.get_preparation_data = get_preparation_data
 
 
 def _print_exact_losses(training: Any) -> None:

@@ -298,6 +298,9 @@ _FOREIGN = {
     "--reset-attention-mask",
     "--no-create-attention-mask-in-dataloader",
     "--te-rng-tracker",
+    *("--optimizer-cuda-graph", "--overlap-param-gather-with-optimizer-step", "--step-batch-size-schedule"),
+    *("--dist-ckpt-optim-fully-reshardable", "--use-precision-aware-optimizer", "--optimizer-cpu-offload"),
+    "--init-model-with-meta-device",
     *("--moe-layer-freq", "--ckpt-format", "--dist-ckpt-strictness", "--fp8-format"),
     *("--nv", "--container-image", "--container-mounts", "--container-workdir"),  # of apptainer and srun's plugins
     *_SLURM,

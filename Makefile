@@ -35,7 +35,7 @@ TE_WHEEL := $(VENV)/transformer_engine-$(TE_VERSION)-py3-none-any.whl
 threads = cores=$$(getconf _NPROCESSORS_ONLN); \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$((cores > $(1) ? cores / $(1) : 1))}
 
-.PHONY: help setup train test test-fast test-clients test-megatron-core test-optional test-fault-injection test-layout-parity test-fuzz test-faults test-matrix lint types format clean
+.PHONY: help setup train test test-fast test-clients test-megatron-core test-optional test-fault-injection test-layout-parity test-compile test-fuzz test-faults test-matrix lint types format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -104,6 +104,9 @@ test-fault-injection: setup  ## kill, interrupt and damage small runs, half an h
 
 test-layout-parity: setup  ## every recipe on every layout against one process, half an hour on two cores; LAYOUT_PARITY are flags of tools/layout_parity
 	@$(BIN)/python -m tools.layout_parity $(LAYOUT_PARITY)
+
+test-compile: setup  ## every kernel compiled for Hopper and Blackwell, without a GPU, three minutes
+	@for arch in 90 100; do $(BIN)/python -W ignore -m tests.kernels.compile_only $$arch || exit 1; done
 
 test-fuzz: setup  ## damaged and hostile files for every reader, 500 each, ten minutes on an idle core; FUZZ are flags of tools/fuzz
 	@$(BIN)/python -W ignore -m tools.fuzz $(FUZZ)

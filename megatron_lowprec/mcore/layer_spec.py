@@ -9,12 +9,14 @@ from megatron_lowprec.mcore import patches
 from megatron_lowprec.mcore.cpu_compat import bind_te_general_gemm
 from megatron_lowprec.mcore.layers.norm import Norm
 from megatron_lowprec.mcore.layers.transformer_layer import LowPrecTransformerLayer
-from megatron_lowprec.mcore.optim.spec_optimizer import fuse_updates_in_megatron_lm
+from megatron_lowprec.mcore.optim.spec_optimizer import build_optimizers_of_megatron_lm
 from megatron_lowprec.mcore.step_tracker import StepTracker
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 
 
-def layer_spec(recipe: RecipeLike, seed: int | None = None, *, fp8_dispatch: bool = False) -> ModuleSpec:
+def layer_spec(
+    recipe: RecipeLike, seed: int | None = None, *, fp8_dispatch: bool = False, fp8_gather: bool = False
+) -> ModuleSpec:
     """Spec of every layer of a ``GPTModel``: binds the recipe and follows steps and microbatches without further calls.
 
     Binds two names in Megatron-core that it needs without TransformerEngine and apex: ``te_general_gemm`` of its MoE
@@ -24,18 +26,20 @@ def layer_spec(recipe: RecipeLike, seed: int | None = None, *, fp8_dispatch: boo
         recipe: a Recipe, the name of one, or a YAML file.
         seed: base of all random draws, the same on all ranks; None for Megatron-LM's ``--seed``, elsewhere 1234.
         fp8_dispatch: send tokens and gradients to experts as codes, in an all-to-all over expert-parallel ranks.
+        fp8_gather: under sequence parallelism, gather inputs and output gradients as codes.
 
     Raises:
-        UserError: an unknown recipe, or one that also quantizes optimizer state, gradients or weights.
+        UserError: an unknown recipe; outside of Megatron-LM, one that also quantizes optimizer state, gradients or
+            weights.
     """
     chosen = as_recipe(recipe)
 
     class Layer(LowPrecTransformerLayer):
-        tracker = StepTracker(chosen, seed, fp8_dispatch=fp8_dispatch)
+        tracker = StepTracker(chosen, seed, fp8_dispatch=fp8_dispatch, fp8_gather=fp8_gather)
 
     Layer.__name__ = Layer.__qualname__ = LowPrecTransformerLayer.__name__
     bind_te_general_gemm()
-    fuse_updates_in_megatron_lm()
+    build_optimizers_of_megatron_lm()
     if transformer_block.LayerNormImpl in (WrappedTorchNorm, FusedLayerNorm):
         patches.bind("final_norm", LayerNormImpl=Norm)
     return ModuleSpec(module=Layer)

@@ -71,12 +71,12 @@ PATCHES: dict[str, Patch] = {
     ),
     "spec_optimizer": Patch(
         ("megatron.training.training:get_megatron_optimizer",),
-        "Megatron-LM's optimizer has the next two changes, if it is torch's AdamW on a GPU",
+        "Megatron-LM's optimizer is the recipe's, or has the next two changes if it is torch's AdamW on a GPU",
         "`layer_spec`, in Megatron-LM",
     ),
     "spec_update": Patch(
         ("megatron.core.optimizer.optimizer:ChainedOptimizer.step()",),
-        "norm, clipping and AdamW are a few launches; an update that is not finite is skipped",
+        "norm, clipping and the update are a few launches; an update that is not finite is skipped",
         "`layer_spec`, in Megatron-LM",
     ),
     "model_weights": Patch(
@@ -102,8 +102,8 @@ PATCHES: dict[str, Patch] = {
         "`use_primary_weights`, only with gloo",
     ),
     "optimizer_state": Patch(
-        (f"{_DISTRIBUTED}.optimizer",),
-        "is `ScaledAdamW` instead of AdamW",
+        (f"{_DISTRIBUTED}.optimizer", f"{_DISTRIBUTED}._copy_model_params_to_main_params(state_dict)"),
+        "is `ScaledAdamW` instead of AdamW, and reads its main weights from the model's",
         "`build_optimizer`, with recipes that set `optimizer`, such as `fp8_lm`",
     ),
     "gradient_reduction": Patch(

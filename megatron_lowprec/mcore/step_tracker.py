@@ -2,28 +2,32 @@
 
 import atexit
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from megatron.core import __version__
+from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from megatron_lowprec.comm.gradients import GradientFactor, rounded_sum_warnings
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.graphs.graph_support import asks_for_graphs, check_graphs
 from megatron_lowprec.mcore.graphs.layer_graphs import LayerGraphs
 from megatron_lowprec.mcore.layers.gpt_model import fuse_loss
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
-from megatron_lowprec.mcore.releases import IGNORES_RAMPS
+from megatron_lowprec.mcore.megatron_lm_checks import check_arguments
+from megatron_lowprec.mcore.optim.fp8_param_gather import use_primary_weights
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_layer, device_of_models
 from megatron_lowprec.quantization.random_stream import in_backward_pass
+from megatron_lowprec.recipe.coverage import check_primary_weights
+from megatron_lowprec.recipe.explain import describe_training_state
 from megatron_lowprec.recipe.schema import Recipe
 
 DEFAULT_SEED = 1234
@@ -45,19 +49,24 @@ class StepTracker:
         options: keyword arguments of ``RecipeRuntime``.
 
     Attributes:
+        recipe: the argument.
         steps: steps ended so far. Set it after loading a checkpoint, except in Megatron-LM.
 
     Raises:
-        UserError: the recipe changes the optimizer or the exchange of gradients, which only the driver sets up.
+        UserError: outside of Megatron-LM the recipe changes the optimizer or the exchange of gradients; or its weights
+            cannot be FP8.
     """
 
     def __init__(self, recipe: Recipe, seed: int | None = None, **options: Any) -> None:
-        if recipe.changes_training:
+        if recipe.changes_training and megatron_lm_args() is None:
             raise UserError(
                 f"recipe {recipe.name} also quantizes optimizer state, gradients or weights, which belong to the "
-                "training loop; use this project's pretrain_gpt.py, or a recipe of only GEMMs such as fp8_delayed"
+                "training loop; use this project's pretrain_gpt.py, Megatron-LM's, or a recipe of only GEMMs such as "
+                "fp8_delayed"
             )
-        self._recipe, self._seed, self._options = recipe, seed, options
+        if recipe.fp8_weights:
+            check_primary_weights(recipe)
+        self.recipe, self._seed, self._options = recipe, seed, options
         self._runtime: RecipeRuntime | None = None
         self._models: WeakSet[nn.Module] = WeakSet()
         self._passes: dict[TransformerLayer, int] = {}  # passes in training of each layer in the step in progress
@@ -66,29 +75,45 @@ class StepTracker:
         self._introduced = self._captures = False
         self._graphs: LayerGraphs | None = None
         self._microbatches = 0  # of the last step, in Megatron-LM
+        self._factor: GradientFactor | None = None
+        self._finalize: Callable[[], None] | None = None
         self.steps = 0
         register_optimizer_step_post_hook(self._updated)
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        args = megatron_lm_args()
+        if self._seed is None and args is not None:
+            return int(args.seed)
+        return DEFAULT_SEED if self._seed is None else self._seed
+
+    def lead_by_optimizer(self, factor: GradientFactor | None, finalize: Callable[[], None]) -> None:
+        """Let ``end_step`` end the steps in place of torch's hook, for an optimizer that has more to do behind it.
+
+        Args:
+            factor: of gradients in FP8, None without.
+            finalize: called as the first step begins.
+        """
+        self._factor, self._finalize = factor, finalize
+
+    def end_step(self, updated: bool) -> None:
+        """End the step in progress."""
+        self._end(updated)
+        if updated and self._factor is not None:
+            self._factor.end_step()
 
     def check(self, config: TransformerConfig) -> None:
         """Check that the layers can be built and their passes followed.
 
         Raises:
-            UserError: the layers need apex, and it is missing; CUDA graphs that cannot hold the layers, or that hold
-                the update; a ramp of the batch size that this release ignores.
+            UserError: the layers need apex, and it is missing; CUDA graphs that cannot hold the layers; as
+                ``check_arguments``.
         """
         self._captures = asks_for_graphs(config)
         if self._captures:
-            check_graphs(config, self._recipe, megatron_lm_args())
-        if getattr(megatron_lm_args(), "optimizer_cuda_graph", False):
-            raise UserError(
-                "--optimizer-cuda-graph cannot hold the update under a recipe: its replays would repeat the learning "
-                "rate and the step of the capture, and end no step of the recipe; leave it out"
-            )
-        if IGNORES_RAMPS and getattr(megatron_lm_args(), "rampup_batch_size", None) is not None:
-            raise UserError(
-                f"--rampup-batch-size is ignored by megatron-core {__version__}: give Megatron-LM "
-                "--step-batch-size-schedule instead, or use this project's pretrain_gpt.py"
-            )
+            check_graphs(config, self.recipe, megatron_lm_args())
+        check_arguments(self.recipe, megatron_lm_args())
         if config.gradient_accumulation_fusion and not _has_apex():
             raise UserError(
                 "gradient_accumulation_fusion needs apex, which is not installed; pass "
@@ -107,14 +132,20 @@ class StepTracker:
             for name, module in layer.named_modules()
             if name.rpartition(".")[2].startswith("linear_") and not isinstance(module, LowPrecLinearMixin)
         ]
-        if foreign and self._recipe.quantized:
+        if foreign and self.recipe.quantized:
             raise RuntimeError(
                 f"no recipe reaches {', '.join(foreign)} of layer {layer.layer_number}, which are not this project's "
                 "linears: build the layer's spec by low_precision from one of Megatron-core's local specs"
             )
         if self._runtime is None:
-            self._runtime = _runtime(self._recipe, layer.config, self._seed, self._options)
+            self._runtime = _runtime(self.recipe, layer.config, self.seed, self._options)
+            self._runtime.notes += describe_training_state(self.recipe)
+            self._runtime.notes += rounded_sum_warnings(
+                self.recipe.gradients, parallel_state.get_data_parallel_world_size()
+            )
         bind_layer(self._runtime, layer)
+        if self.recipe.fp8_weights:
+            use_primary_weights([layer])
         if model not in self._models:
             fuse_loss(model)
         self._models.add(model)
@@ -144,7 +175,11 @@ class StepTracker:
             self._begin_graphs()
         if not self._introduced and _is_first_rank():
             print(*self._runtime.header(), sep="\n", flush=True)
+        if not self._introduced and self._finalize is not None:
+            self._finalize()
         self._introduced = True
+        if self._factor is not None:
+            self._factor.forget()
         self._rescale_gradients()
         self._step, self._microbatch = step, 0
         self._runtime.begin_step(step)
@@ -175,7 +210,7 @@ class StepTracker:
 
     def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer has stepped: of the model's, such as one more for experts, the first ends the step."""
-        if self._step is None or not may_update(optimizer, self._models):
+        if self._step is None or self._finalize is not None or not may_update(optimizer, self._models):
             return
         if in_backward_pass():  # as soon as its weight's gradient exists, when others do not
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, updated=True))
@@ -212,10 +247,8 @@ def may_update(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) ->
     return not held or unknown or not any(weight.requires_grad for weight in weights)
 
 
-def _runtime(recipe: Recipe, config: TransformerConfig, seed: int | None, options: dict[str, Any]) -> RecipeRuntime:
+def _runtime(recipe: Recipe, config: TransformerConfig, seed: int, options: dict[str, Any]) -> RecipeRuntime:
     args = megatron_lm_args()
-    if seed is None:
-        seed = DEFAULT_SEED if args is None else args.seed
     several = args is not None and (
         getattr(args, "step_batch_size_schedule", None) is not None  # from 0.18 on
         or args.rampup_batch_size is not None

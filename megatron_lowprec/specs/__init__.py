@@ -5,7 +5,8 @@ spec: a registered recipe, an entry point's, or a YAML file, with overrides behi
 
     --spec megatron_lowprec.specs "mxfp8 keep_bf16.last_layers=1"
 
-``--moe-fp8-dispatch`` behind the name sends tokens to their experts as codes.
+Two flags of this project's driver are taken there as well: ``--moe-fp8-dispatch`` sends tokens to their experts as
+codes, ``--fp8-sequence-parallel-gather`` gathers activations and gradients as codes.
 
 A package, not a module: only of a package Python's import asks ``__getattr__`` for a name that is not defined. Megatron
 is imported with the first name.
@@ -15,17 +16,17 @@ from typing import Any
 
 from megatron_lowprec.recipe.parsing import recipe_of_attribute
 
-_DISPATCH = "--moe-fp8-dispatch"
+_FLAGS = {"--moe-fp8-dispatch": "fp8_dispatch", "--fp8-sequence-parallel-gather": "fp8_gather"}
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
     recipe, *words = name.split()
-    overrides = [word for word in words if word != _DISPATCH]
+    overrides = [word for word in words if word not in _FLAGS]
     recipe_to_run = recipe_of_attribute(recipe, overrides)
     from megatron_lowprec.mcore.layer_spec import layer_spec
 
     # Megatron-LM then reads the name from the module's dictionary
-    spec = globals()[name] = layer_spec(recipe_to_run, fp8_dispatch=_DISPATCH in words)
+    spec = globals()[name] = layer_spec(recipe_to_run, **{_FLAGS[word]: True for word in words if word in _FLAGS})
     return spec

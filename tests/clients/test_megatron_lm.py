@@ -106,10 +106,11 @@ def test_bf16_is_megatron_lm_bit_for_bit(megatron_lm: MegatronLM, arguments: lis
     assert ours.parameters == stock.parameters
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "mxfp8", "mxfp4_rht_sr"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "mxfp8", "mxfp4_rht_sr", "fp8_lm_o3"])
 def test_the_driver_s_losses(megatron_lm: MegatronLM, data: list[str], recipe: str, tmp_path: Path) -> None:
     # unclipped: the driver adds the squares of a gradient norm in another order
     flags = [*data, "--train-iters", "6", "--clip-grad", "0"]
+    flags += ["--use-distributed-optimizer"] if recipe.startswith("fp8_lm") else []
     found = losses(megatron_lm, *flags, *spec(recipe))
     command = ["pretrain_gpt.py", *MODEL, *flags, "--recipe", recipe, "--no-save", "--save", "run"]
     done = subprocess.run(
@@ -170,6 +171,15 @@ def compare_graphs(megatron_lm: MegatronLM, *arguments: str) -> Run:
     return graphs
 
 
+def test_the_state_of_a_recipe_resumes(megatron_lm: MegatronLM, tmp_path: Path) -> None:
+    """Optimizer state, stored gradients and FP8 weights, over two ranks: the undisturbed losses, bit for bit."""
+    common = ["--mock-data", *spec("fp8_lm_o3"), *OVERLAP, "--dist-ckpt-optim-fully-reshardable"]
+    whole = losses(megatron_lm, *common, "--save", str(tmp_path), "--save-interval", "2", ranks=2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    rest = losses(megatron_lm, *common, "--load", str(tmp_path), ranks=2)
+    assert rest[:2] == whole[2:4]
+
+
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
 def test_amax_histories_are_in_megatron_lm_s_checkpoints(megatron_lm: MegatronLM, form: str, tmp_path: Path) -> None:
     """A resume under delayed scaling; from and to runs without histories at the default strictness."""
@@ -196,7 +206,7 @@ def test_amax_histories_are_in_megatron_lm_s_checkpoints(megatron_lm: MegatronLM
     ("arguments", "words"),
     [
         (spec("mxfp4_rht_s"), "there is no recipe 'mxfp4_rht_s': did you mean mxfp4_rht_sr"),
-        (spec("fp8_lm"), "fp8_lm also quantizes optimizer state, gradients or weights"),
+        (spec("fp8_lm"), "fp8_lm quantizes optimizer state, gradients or weights, which needs --use-distributed-opt"),
         ([*spec("mxfp8"), "--fp8-format", "hybrid"], "TransformerConfig.fp8 is 'hybrid'"),
     ],
 )

@@ -1,7 +1,8 @@
 """Every kernel compiled for a GPU as its wrapper calls it, by a machine without one; nothing is launched.
 
 Triton's interpreter takes other branches than a GPU (no inline PTX, no native casts), and knows no types to mismatch.
-``python -m tests.kernels.compile_only 100`` compiles for sm_100 and prints how many specializations there were.
+``python -m tests.kernels.compile_only 100`` compiles for sm_100 and prints how many specializations there were;
+``compile_only 100 casts mx_operands`` only these parts.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ compiled: list[str] = []
 
 def every_tiling(name: str, tilings: Any, run: Any, device: torch.device) -> Any:
     """In the place of the tuning: tries them all and takes the first; of casts of computed sources the first and one
-    in parts, which differ from a matrix's by code that all tilings share.
+    in parts, which differ from a matrix's by code that all tilings share; of grouped products, which take longest, the
+    first and the last.
     """
     computed = "'KIND'" in name and "'KIND': 0," not in name
-    for tiling in (tilings[0], tilings[-2]) if computed else tilings:
+    for tiling in (tilings[0], tilings[-2]) if computed or "grouped" in name else tilings:
         run(tiling)
     return tilings[0]
 
@@ -170,17 +172,21 @@ def operand_statistics() -> None:
         operand_stats(**arguments(case, "cpu"))  # type: ignore[arg-type]
 
 
-def main(arch: int) -> None:
-    """Compile all; the exit code is 1 where something is not compiled at all."""
+PARTS = {part.__name__: part for part in (casts, mx_operands, groups, around_linears, updates, operand_statistics)}
+
+
+def main(arch: int, *parts: str) -> None:
+    """Compile all, or these parts; the exit code is 1 where something of all is not compiled."""
     large = 0 if arch == 90 else 1 << 62  # all tilings where kernels are tuned; the first one elsewhere, to save time
     with (
         compiling(arch, lambda function, _: compiled.append(f"{function.__module__}.{function.__name__}")),
         patch.multiple("megatron_lowprec.kernels.tuning", LARGE_ENOUGH=large, fastest=every_tiling),
     ):
-        for part in (casts, mx_operands, groups, around_linears, updates, operand_statistics):
-            part()
+        for name in parts or PARTS:
+            PARTS[name]()
     print(f"{len(compiled)} specializations of {len(set(compiled))} kernels compiled")
-    left = _kernels() - set(compiled)
+    print(*(sorted(set(compiled)) if parts else ()), sep="\n")
+    left = set() if parts else _kernels() - set(compiled)
     sys.exit(f"not compiled: {', '.join(sorted(left))}" if left else None)
 
 
@@ -197,4 +203,4 @@ def _kernels() -> set[str]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -10,9 +10,16 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["90", "100"])
-def test_every_kernel_compiles_for_hopper_and_blackwell(tmp_path: Path, arch: str) -> None:
-    assert "kernels compiled" in printed_by(tmp_path, "tests.kernels.compile_only", arch)
+def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+    assert "of 41 kernels compiled" in printed_by(tmp_path, "tests.kernels.compile_only", "90")
+
+
+@pytest.mark.slow
+def test_casts_compile_for_blackwell(tmp_path: Path) -> None:
+    """Those have instructions of their own there; ``make test-compile`` compiles all."""
+    printed = printed_by(tmp_path, "tests.kernels.compile_only", "100", "casts", "mx_operands")
+    assert "_mx_kernel" in printed
+    assert "_cast_kernel" in printed
 
 
 @pytest.mark.slow

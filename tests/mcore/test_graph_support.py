@@ -29,6 +29,7 @@ OBSTACLES: list[tuple[dict[str, Any], dict[str, Any], str, str, str]] = [
         CHOOSE,
     ),
     ({"recompute_granularity": "selective"}, {}, "mxfp8", "selective runs layers twice", CHOOSE),
+    ({}, {}, "fp8_lm_o2", "recipe fp8_lm_o2 stores gradients in FP8", CHOOSE),
     ({"variable_seq_lengths": True}, {}, "mxfp8", "the length of sequences varies", CHOOSE),
     ({"cpu_offloading": True}, {}, "mxfp8", "activations are offloaded", CHOOSE),
     ({}, {"use_torch_fsdp2": True}, "mxfp8", "weights are sharded by FSDP", CHOOSE),

@@ -12,7 +12,7 @@ from tests.mcore.one_process import one_process
 from tests.mcore.test_layer_spec import LAYERS, MICROBATCHES, RECIPES, SEED, Loop, gpt, tracked
 from tests.training.rerun_recorder import RerunRecorder, rerun_under_spec
 
-GRAPHS = {"cuda_graph_impl": "local"}
+GRAPHS: dict[str, Any] = {"cuda_graph_impl": "local"}
 STEPS = 3  # the second captures, the third only replays
 
 
@@ -86,7 +86,7 @@ def test_losses_and_gradients_are_those_of_eager_layers(
 def test_a_second_forward_pass_before_the_backward_pass_is_refused(recorders: list[RerunRecorder]) -> None:
     loop = trained("mxfp8", **GRAPHS)
     with pytest.raises(UserError, match="hold the activations of one microbatch, and the next began"):
-        (loop.loss(0) + loop.loss(1)).backward()  # type: ignore[no-untyped-call]
+        (loop.loss(0) + loop.loss(1)).backward()
 
 
 def test_weights_without_main_gradients_are_refused(recorders: list[RerunRecorder]) -> None:

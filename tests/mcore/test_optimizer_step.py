@@ -363,6 +363,20 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 FP8_LM = {"recipe": "fp8_lm", "use_distributed_optimizer": True, "lr_warmup_iters": 0}
 
 
+def test_main_weights_follow_weights_that_were_loaded(build: Build) -> None:
+    """By Megatron-core's own call behind a checkpoint without optimizer state, as in Megatron-LM."""
+    trainer = build(**FP8_LM, bf16=True)
+    for weight in weights(trainer):
+        weight.mul_(2)
+    trainer.optimizer.reload_model_params()
+    (part,) = (part for part in trainer.optimizer.chained_optimizers if not part.is_stub_optimizer)
+    shards = [shard for group in part.optimizer.param_groups for shard in group["params"]]
+    assert any(bool(shard.any()) for shard in shards)
+    for shard in shards:
+        found = part.optimizer.get_unscaled_state(shard, "master_param")
+        torch.testing.assert_close(found, shard.float(), rtol=1e-3, atol=1e-6)  # FP16
+
+
 def test_a_quantized_state_is_updated_by_clipped_gradients(build: Build) -> None:
     """Its kernels clip, with the bits of gradients that were clipped before."""
     clipped, plain = build(clip_grad=0.5, **FP8_LM), build(clip_grad=0, **FP8_LM)

@@ -23,11 +23,12 @@ from statistics import median
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.text_tables import Column, Row, named
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.resolve import resolve_model
 from tools.bench.machine import REPOSITORY
 from tools.bench.measure import Bench, Timing, combined
-from tools.bench.report import Column, Report, Row, named
+from tools.bench.report import Report
 from tools.bench.shapes import ModelShape
 from tools.bench.step import LOSS, PEAK, RATE, median_ms, models_with_config
 
@@ -219,6 +220,7 @@ _MEGATRON_LM = (
     "--overlap-grad-reduce",
     "--overlap-param-gather",
     "--cross-entropy-loss-fusion",
+    "--no-check-for-nan-in-loss-and-grad",  # reads two numbers for each bucket of gradients, in the backward pass
 )
 
 
@@ -299,7 +301,12 @@ def read_log(text: str, warm_up: int, timed: int) -> dict[str, Any]:
         warm_up: windows before the timed ones.
         timed: windows.
     """
-    windows = [line for line in text.splitlines() if "elapsed time per iteration (ms):" in line]
+    windows = [
+        line
+        for line in text.splitlines()
+        if "elapsed time per iteration (ms):" in line
+        and int(line.split("iteration", 1)[1].split("/")[0]) % WINDOW == 0  # 0.19 logs the first one as well
+    ]
     ms = [float(value) for line in windows for value in re.findall(r"per iteration \(ms\): ([0-9.]+)", line)]
     losses = [float(value) for line in windows for value in re.findall(r"lm loss: (\S+)", line)]
     spoiled = [line for line in windows if re.search(r"number of (?:skipped|nan) iterations: +[1-9]", line)]

@@ -50,6 +50,7 @@ def _obstacle(config: TransformerConfig, recipe: Recipe, args: Any) -> tuple[str
         f"--pipeline-model-parallel-size {config.pipeline_model_parallel_size} has several microbatches on their way, "
         "and graphs hold the activations of one": config.pipeline_model_parallel_size > 1,
         f"--recompute-granularity {config.recompute_granularity} runs layers twice": config.recompute_granularity,
+        f"recipe {recipe.name} stores gradients in FP8": recipe.gradients.stored,
         "the length of sequences varies": config.variable_seq_lengths,
         "activations are offloaded": config.cpu_offloading
         or getattr(config, "fine_grained_activation_offloading", False),

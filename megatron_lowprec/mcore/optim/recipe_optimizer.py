@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,8 +37,16 @@ class RecipeOptimizer(NamedTuple):
     factor: GradientFactor | None
 
 
+_without_gloo = partial(get_megatron_optimizer, use_gloo_process_groups=False)
+
+
 def build_optimizer(
-    chunks: list[DistributedDataParallel], recipe: RecipeLike, options: OptimizerConfig, *, seed: int
+    chunks: list[DistributedDataParallel],
+    recipe: RecipeLike,
+    options: OptimizerConfig,
+    *,
+    seed: int,
+    build: Callable[..., MegatronOptimizer] = _without_gloo,
 ) -> RecipeOptimizer:
     """Megatron-core's optimizer for wrapped chunks, with the recipe's optimizer state and exchange of gradients.
 
@@ -49,6 +58,7 @@ def build_optimizer(
         recipe: the bound recipe, or its name or file.
         options: Megatron-core's options of the optimizer; changed if the recipe's state is quantized.
         seed: base of the random streams of stochastic rounding.
+        build: Megatron-core's builder, called with ``options`` and ``chunks``.
 
     Raises:
         UserError: the recipe changes training, and the chunks or ``options`` lack the distributed optimizer, an option
@@ -70,7 +80,7 @@ def build_optimizer(
     factor = _exchange_gradients(chunks, recipe) if recipe.gradients.quantized else None
     if recipe.optimizer.quantized:
         keeps_main_weights(options)
-    optimizer = get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)
+    optimizer = build(options, chunks)
     for inner in torch_optimizers(optimizer):
         if type(inner) is torch.optim.AdamW:
             # Without TE or apex Megatron-core uses torch's AdamW with defaults, tensor by tensor.
@@ -93,9 +103,9 @@ def _exchange_gradients(chunks: Sequence[DistributedDataParallel], recipe: Recip
     factor = GradientFactor(chunks[0].buffers[0].grad_data.device, automatic=spec.mu == "automatic")
     if spec.stored:
         store_gradients_in(chunks, spec, factor)
-        # Megatron-core's schedules tell a step's last microbatch by it.
+        # Megatron-core's schedules tell a step's last microbatch by it; with overlaps the training loop sets it.
         config = get_model_config(chunks[0])
-        if config.no_sync_func is None:
+        if config.no_sync_func is None and not chunks[0].ddp_config.overlap_grad_reduce:
             several = len(chunks) > 1
             config.no_sync_func = [chunk.no_sync for chunk in chunks] if several else chunks[0].no_sync
     else:

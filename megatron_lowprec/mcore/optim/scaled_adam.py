@@ -82,7 +82,14 @@ def use_scaled_adam(
             torch.zeros(len(rows), 3, device=part.buffers[0].grad_data.device),
             maximum_over(*_sharers(part)),
         )
-        bind("optimizer_state", part, optimizer=scaled)
+        bind(
+            "optimizer_state", part, optimizer=scaled, _copy_model_params_to_main_params=partial(_read_weights, scaled)
+        )
+
+
+def _read_weights(scaled: ScaledAdamW, state_dict: Any = None) -> None:
+    """Replacement of ``DistributedOptimizer._copy_model_params_to_main_params``, which leaves it to the optimizer."""
+    scaled.read_weights()
 
 
 def _shard_fp8_weights(part: DistributedOptimizer) -> None:

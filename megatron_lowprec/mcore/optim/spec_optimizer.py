@@ -1,32 +1,70 @@
-"""The update of Megatron-LM's own training loop under ``--spec``, by the launches of this project's driver."""
+"""The optimizer of Megatron-LM's own training loop under ``--spec``: the recipe's, and updated as the driver's."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from megatron_lowprec.mcore.optim.fp8_param_gather import finalize
 from megatron_lowprec.mcore.optim.fused_adamw import supports_fused_adamw
 from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once, fuse_adamw, optimizer_step
+from megatron_lowprec.mcore.optim.recipe_optimizer import build_optimizer
 from megatron_lowprec.mcore.patches import bind
+from megatron_lowprec.mcore.step_tracker import StepTracker
 
 
-def fuse_updates_in_megatron_lm() -> None:
-    """Let Megatron-LM, where its training loop is loaded, build optimizers whose update is fused."""
+def build_optimizers_of_megatron_lm() -> None:
+    """Let Megatron-LM, where its training loop is loaded, build the optimizers that recipes of its models ask for."""
     training: Any = sys.modules.get("megatron.training.training")
     if training is None or hasattr(training.get_megatron_optimizer, "__wrapped__"):
         return
     build = training.get_megatron_optimizer
 
     @wraps(build)
-    def get_megatron_optimizer(*args: Any, **options: Any) -> MegatronOptimizer:
-        optimizer: MegatronOptimizer = build(*args, **options)
+    def get_megatron_optimizer(
+        config: OptimizerConfig, model_chunks: list[DistributedDataParallel], **options: Any
+    ) -> MegatronOptimizer:
+        tracker = _tracker_of(model_chunks)
+        if tracker is not None and tracker.recipe.changes_training:
+            return _of_recipe(tracker, config, model_chunks, partial(build, **options))
+        optimizer: MegatronOptimizer = build(config, model_chunks, **options)
         fuse_update(optimizer)
         return optimizer
 
     bind("spec_optimizer", training, get_megatron_optimizer=get_megatron_optimizer)
+
+
+def _tracker_of(chunks: list[DistributedDataParallel]) -> StepTracker | None:
+    """Of layers of ``layer_spec``."""
+    found = (getattr(module, "tracker", None) for chunk in chunks for module in chunk.modules())
+    return next((tracker for tracker in found if isinstance(tracker, StepTracker)), None)
+
+
+def _of_recipe(
+    tracker: StepTracker, config: OptimizerConfig, chunks: list[DistributedDataParallel], build: Callable[..., Any]
+) -> MegatronOptimizer:
+    """The optimizer of a recipe with its own state or gradients, whose ``step`` ends the tracker's steps."""
+    if tracker.recipe.fp8_weights:
+        for chunk in chunks:
+            chunk.ddp_config.fp8_param_gather = True  # which the optimizer reads
+    optimizer, factor = build_optimizer(chunks, tracker.recipe, config, seed=tracker.seed, build=build)
+    # a checkpoint may have been loaded since
+    tracker.lead_by_optimizer(factor, partial(finalize, optimizer, chunks))
+    bind("spec_update", optimizer, step=partial(_step, optimizer, tracker))
+    return optimizer
+
+
+def _step(optimizer: MegatronOptimizer, tracker: StepTracker) -> tuple[bool, float | None, int | None]:
+    """Replacement of ``ChainedOptimizer.step``; amax histories follow behind the update of FP8 weights."""
+    found = optimizer_step(optimizer)
+    tracker.end_step(updated=found[0])
+    return found
 
 
 def fuse_update(optimizer: MegatronOptimizer) -> None:

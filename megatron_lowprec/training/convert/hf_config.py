@@ -15,12 +15,12 @@ from megatron_lowprec.training.models.architectures import ARCHITECTURES, archit
 from megatron_lowprec.training.models.common.hf_options import absent, completed
 from megatron_lowprec.training.models.common.interface import HFConfig, HuggingFace
 
-_FORMS: Mapping[str, HuggingFace] = {
+_FORMS: dict[str, HuggingFace] = {
     form.config.MODEL_TYPE: form
     for form in (architecture.hugging_face for architecture in reversed(ARCHITECTURES))
     if form is not None
 }
-_READ: Mapping[str, HuggingFace] = _FORMS | {
+_READ: dict[str, HuggingFace] = _FORMS | {
     form.config.MODEL_TYPE: form for architecture in ARCHITECTURES for form in architecture.also_read
 }
 

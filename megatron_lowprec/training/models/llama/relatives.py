@@ -11,7 +11,7 @@ from megatron_lowprec.training.models.common.hf_options import completed, differ
 from megatron_lowprec.training.models.llama import hf_config as llama
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Relative:
     """An ``HFConfig`` by its differences from Llama.
 

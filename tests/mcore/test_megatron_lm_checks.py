@@ -1,0 +1,69 @@
+"""Megatron-LM's arguments under --spec: what a recipe needs or cannot have is named."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_lowprec import UserError, get_recipe
+from megatron_lowprec.mcore import megatron_lm_checks
+from megatron_lowprec.mcore.megatron_lm_checks import check_arguments
+
+ENOUGH: dict[str, Any] = {
+    "use_distributed_optimizer": True,
+    "bf16": True,
+    "dist_ckpt_optim_fully_reshardable": True,
+    "ckpt_format": "torch_dist",
+    "save": "runs",
+    "optimizer": "adam",
+    "num_distributed_optimizer_instances": 1,
+    "rampup_batch_size": None,
+}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("fp8_lm", {"use_distributed_optimizer": False}, "which needs --use-distributed-optimizer: add it"),
+    ("fp8_lm_o3", {"bf16": False}, "which needs --bf16: add it"),
+    (
+        "fp8_lm",
+        {"dist_ckpt_optim_fully_reshardable": False},
+        "which needs --dist-ckpt-optim-fully-reshardable: add it",
+    ),
+    ("fp8_lm", {"optimizer": "sgd"}, "does not work with --optimizer sgd: leave it out"),
+    ("fp8_lm", {"use_precision_aware_optimizer": True}, "with --use-precision-aware-optimizer: leave"),
+    ("fp8_lm_o1", {"use_torch_fsdp2": True}, "with --use-torch-fsdp2: leave"),
+    ("fp8_lm", {"num_distributed_optimizer_instances": 2}, "with --num-distributed-optimizer-instances 2: leave"),
+    ("fp8_lm_o3", {"ckpt_format": "torch"}, "with --ckpt-format torch: leave"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "changes", "says"), REFUSED)
+def test_what_a_recipe_s_state_needs_is_named(recipe: str, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=f"^recipe {recipe} quantizes optimizer state, .* {re.escape(says)}"):
+        check_arguments(get_recipe(recipe), SimpleNamespace(**{**ENOUGH, **changes}))
+    check_arguments(get_recipe("fp8_delayed"), SimpleNamespace(**{**ENOUGH, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [
+        ("fp8_lm_o3", {}),
+        ("fp8_lm", {"ckpt_format": "torch", "dist_ckpt_optim_fully_reshardable": False}),
+        ("fp8_lm", {"save": None, "dist_ckpt_optim_fully_reshardable": False}),
+        ("fp8_lm_o1", {"dist_ckpt_optim_fully_reshardable": False}),
+    ],
+)
+def test_what_suffices_is_taken(recipe: str, changes: dict[str, Any]) -> None:
+    check_arguments(get_recipe(recipe), SimpleNamespace(**{**ENOUGH, **changes}))
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_ramp_that_the_release_ignores_is_refused(monkeypatch: pytest.MonkeyPatch, ignored: bool) -> None:
+    monkeypatch.setattr(megatron_lm_checks, "IGNORES_RAMPS", ignored)
+    args = SimpleNamespace(**{**ENOUGH, "rampup_batch_size": [2, 2, 8]})
+    if not ignored:
+        return check_arguments(get_recipe("mxfp8"), args)
+    with pytest.raises(UserError, match=r"--rampup-batch-size is ignored by .*--step-batch-size-schedule"):
+        check_arguments(get_recipe("mxfp8"), args)
+    return None

@@ -48,7 +48,7 @@ def experts(text: str, recipe: str, column: str) -> Figure:
 
 
 def megatron(text: str, row: str, column: str) -> Figure:
-    return Figure(text, "megatron-lm.md", "Megatron-LM on H200", column, ((row,),))
+    return Figure(text, "megatron-lm.md", "Without CUDA graphs, on one H200", column, ((row,),))
 
 
 def lone(text: str, page: str, row: str, column: str) -> Figure:

@@ -74,6 +74,7 @@ MAY_IMPORT = {
     "commands": {
         "errors",
         "files",
+        "kernels",  # which machine this is
         "lab",
         "quantization",
         "recipe",

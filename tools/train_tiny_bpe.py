@@ -12,10 +12,10 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_lowprec.errors import Parser
+from megatron_lowprec.shipped import SHIPPED
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-CORPUS = REPOSITORY / "data" / "enwiki-valid.jsonl.xz"
-DESTINATION = REPOSITORY / "data" / "tiny_bpe"
+CORPUS = SHIPPED / "data" / "enwiki-valid.jsonl.xz"
+DESTINATION = SHIPPED / "data" / "tiny_bpe"
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 512
 

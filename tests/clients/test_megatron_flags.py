@@ -12,7 +12,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_list_has_every_flag_of_the_clients(tmp_path: Path) -> None:
-    sources = [source for source in os.environ.get("MEGATRON_LM", "").split(os.pathsep) if Path(source).exists()]
+    sources = [
+        source for source in os.environ.get("MEGATRON_LM", "").split(os.pathsep) if source and Path(source).exists()
+    ]
     if not sources:
         pytest.skip("MEGATRON_LM names no Megatron-LM; make test-clients clones it")
     for checkout in checkouts(sources, tmp_path):

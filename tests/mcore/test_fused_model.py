@@ -1,5 +1,6 @@
 """A whole GPT through the fused kernels, interpreted and on a GPU; one launch of ``fused_worker.py`` runs all."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,19 +9,24 @@ from tests.checks import assert_none_failed
 from tests.launch import torchrun
 from tests.mcore import fused_worker
 
+PARALLEL = [name for name in fused_worker.CHECKS if name.endswith(("-sp", "-tp"))]
+"""Checks of sequence and tensor parallel models. The others do the same on each rank."""
 
-def run(processes: int, out: Path, **environment: str) -> None:
+
+def run(processes: int, names: Sequence[str], out: Path, **environment: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    done = torchrun(processes, ["-m", "tests.mcore.fused_worker", str(out)], **environment)
+    done = torchrun(processes, ["-m", "tests.mcore.fused_worker", str(out), *names], **environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert_none_failed(out, fused_worker.CHECKS)
+    assert_none_failed(out, names)
 
 
 @pytest.mark.slow
-def test_interpreted_on_two_processes(tmp_path: Path) -> None:
-    run(2, tmp_path / "results.json", CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_interpreted(processes: int, tmp_path: Path) -> None:
+    names = PARALLEL if processes == 2 else [name for name in fused_worker.CHECKS if name not in PARALLEL]
+    run(processes, names, tmp_path / "results.json", CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 def test_compiled(tmp_path: Path) -> None:
-    run(1, tmp_path / "results.json")
+    run(1, list(fused_worker.CHECKS), tmp_path / "results.json")

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from megatron_lowprec.commands import export_hf
+from megatron_lowprec.shipped import find
 from megatron_lowprec.training.data.wikitext import SHIPPED, detokenize, read
 from megatron_lowprec.training.evaluation.windows import Text, Window, pack, windows
 from tests.environment import python_path
@@ -63,7 +64,7 @@ def test_the_task_names_what_is_there() -> None:
 
 
 def test_its_pages_are_those_that_evaluate_scores(rows: Any) -> None:
-    task, pages = described(), read(str(REPOSITORY / SHIPPED))
+    task, pages = described(), read(str(find(SHIPPED)))
     found = rows(version=task["metadata"]["version"], pretrained="my_model")
     assert task["test_split"] == "test"
     assert [row[task["doc_to_target"]] for row in found] == [page.text for page in pages]

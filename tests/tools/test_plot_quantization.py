@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_lowprec.report import operand_plots
 from tests.report.synthetic import operand_row as row
 from tests.report.synthetic import write_snapshots
 from tools import plot_quantization
@@ -22,18 +23,18 @@ def test_numbers_go_to_their_places_and_of_experts_the_worst() -> None:
         row(20, "layers.1.a", 30.0, "wgrad", "input"),
         row(10, "layers.2.e of expert 0", None),
     ]
-    found = plot_quantization.table(rows, ("dgrad", "grad_output"), "snr", ["layers.1.a", "layers.2.e"], [10, 20])
+    found = operand_plots.table(rows, ("dgrad", "grad_output"), "snr", ["layers.1.a", "layers.2.e"], [10, 20])
     np.testing.assert_array_equal(found, [[12.0, 9.0], [math.nan, 5.0]])
-    amax = plot_quantization.table(rows, ("dgrad", "grad_output"), "amax", ["layers.1.a", "layers.2.e"], [10, 20])
+    amax = operand_plots.table(rows, ("dgrad", "grad_output"), "amax", ["layers.1.a", "layers.2.e"], [10, 20])
     assert amax[0, 0] == 2.0
 
 
 def test_the_worst_bias_is_the_largest_and_what_is_not_finite_is_no_number() -> None:
     linears, kind = ["layers.2.e"], ("dgrad", "grad_output")
     rows = [row(1, f"layers.2.e of expert {n}", 9.0) | {"bias": bias} for n, bias in enumerate((-1e-3, 0.3, -0.2))]
-    assert plot_quantization.table(rows, kind, "bias", linears, [1]).item() == 0.3
+    assert operand_plots.table(rows, kind, "bias", linears, [1]).item() == 0.3
     rows[1] |= {"amax": None, "snr": None}
-    assert math.isnan(plot_quantization.table(rows, kind, "snr", linears, [1]).item())
+    assert math.isnan(operand_plots.table(rows, kind, "snr", linears, [1]).item())
     said = plot_quantization.summary(rows, "snr")
     assert said[0] == "not finite: 1 of 3 operands, first layers.2.e of expert 1 dgrad grad_output"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.recipe.yaml_text import read_yaml_file
+from megatron_lowprec.shipped import find
 from megatron_lowprec.text_tables import Column, Row, named
 from tools.bench.machine import REPOSITORY
 from tools.bench.measure import Bench
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
 
 def tensors_of(model: ModelShape) -> list[int]:
     """Entries of each matrix of the decoder layers."""
-    layers = read_yaml_file(Path(REPOSITORY, str(model.config)), str(model.config), "")["num-layers"]
+    layers = read_yaml_file(find(str(model.config)), str(model.config), "")["num-layers"]
     return [linear.in_features * linear.out_features for _ in range(layers) for linear in model.linears]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lowprec.commands import report_page as report
+from megatron_lowprec.shipped import SHIPPED
 from tests.report.synthetic import add_cells, cell, operand_row, write_run, write_snapshots, write_sweep
 
 Capture = pytest.CaptureFixture[str]
@@ -28,7 +29,7 @@ def sweep(tmp_path: Path) -> Path:
     add_cells(folder, "synthetic", [cell("mxfp4_sr", 1), cell("mxfp4_rht", 1), cell("mxfp4_rht", 2)])
     run = folder / "mxfp4-s1"
     write_snapshots(run, [operand_row(400, "layer.0", 20.0)])
-    command = f"{Path.home()}/bin/python {report.CLAIMS.parents[1]}/pretrain_gpt.py --save {run}"
+    command = f"{Path.home()}/bin/python {SHIPPED.parent}/pretrain_gpt.py --save {run}"
     (run / "log.txt").write_bytes(
         f"# {command}\nread \udcff from {tmp_path}/corpora/wiki\n".encode(errors="surrogateescape")
     )
@@ -86,7 +87,7 @@ def test_nothing_of_the_machine_is_in_an_archive(sweep: Path, tmp_path: Path, ca
         files = {member.name: tar.extractfile(member) for member in tar if member.isreg()}
         texts = {name: file.read() for name, file in files.items() if file is not None}
     for name, text in texts.items():
-        for secret in (tmp_path, Path.home() / "bin", report.CLAIMS.parents[1], "/opt/share"):
+        for secret in (tmp_path, Path.home() / "bin", SHIPPED.parent, "/opt/share"):
             assert str(secret).encode() not in text, name
     assert texts["sweep/mxfp4-s1/log.txt"] == (
         b"# HOME/bin/python REPOSITORY/pretrain_gpt.py --save RUNS/sweep/mxfp4-s1\nread \xff from FOLDER1/wiki\n"

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.data import jsonl
 from megatron_lowprec.training.data.chat import ChatEncoder, encode, turns
@@ -19,7 +20,7 @@ from megatron_lowprec.training.data.chat_dataset import ChatSamples, prepare_cha
 from megatron_lowprec.training.data.encoding import encode as encode_batches
 from megatron_lowprec.training.data.tokenizer import Tokenizer, build_tokenizer
 
-DATA = Path(__file__).resolve().parents[3] / "data"
+DATA = SHIPPED / "data"
 EOS = "<|endoftext|>"
 
 # Space around contents goes, inside of them it stays; what follows the last answer has nothing to teach.

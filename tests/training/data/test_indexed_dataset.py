@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.data import corpus_writer, encoding, indexed_dataset, jsonl
 from megatron_lowprec.training.data.tokenizer import Tokenizer, build_tokenizer
@@ -22,7 +23,7 @@ from tests.waiting import PATIENCE
 from tests.launch import forks
 from megatron_lowprec.commands import preprocess_data
 
-DATA = Path(__file__).resolve().parents[3] / "data"
+DATA = SHIPPED / "data"
 DOCUMENTS = [
     "Hello world",
     "",

@@ -11,10 +11,11 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 
-DATA = Path(__file__).resolve().parents[3] / "data"
+DATA = SHIPPED / "data"
 TEXTS = [
     "",
     " ",
@@ -193,7 +194,7 @@ def test_unusable_arguments_name_the_flag(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     no_end = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
     cases: list[tuple[str, dict[str, str | int], str]] = [
-        ("SentencePieceTokenizer", {}, "known: GPT2BPETokenizer, HuggingFaceTokenizer, NullTokenizer"),
+        ("TikTokenizer", {}, "known: GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, NullTokenizer"),
         ("GPT2BPETokenizer", {"merge_file": merges}, "--vocab-file, which was not given"),
         ("GPT2BPETokenizer", {"vocab_file": vocab}, "--merge-file, which was not given"),
         ("GPT2BPETokenizer", {"vocab_file": "nowhere.json", "merge_file": merges}, "nowhere.json: no such file"),

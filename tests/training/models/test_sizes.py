@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.models.sizes import (
@@ -59,7 +59,7 @@ def test_parameters_without_embeddings_are_those_of_the_published_ladder() -> No
 
 
 def test_flops_of_a_known_model() -> None:
-    path = Path(__file__).resolve().parents[3] / "configs/models/gpt_345m.yaml"
+    path = SHIPPED / "configs/models/gpt_345m.yaml"
     config = resolve_model(parse(["--config", str(path)])[0])
     # A token costs 6 x (12 hidden^2 a layer and the logits), and causal attention 6 x layers x hidden x sequence.
     tokens, hidden, layers = 2048, 1024, 24

@@ -1,7 +1,6 @@
 """Launches of several ranks: by torchrun, or forked from a process that has imported what they need.
 
 On two ranks, torchrun and the imports of torch and Megatron-core take nine CPU seconds, more than most small runs.
-Where an installed package starts threads when it is imported, nothing can be forked: each rank imports for itself.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import cache
 from multiprocessing import connection, forkserver
-from multiprocessing.context import ForkServerContext, SpawnContext
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from unittest.mock import patch
@@ -30,25 +27,13 @@ from tests.waiting import PATIENCE
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
-@cache
-def forks() -> ForkServerContext | SpawnContext:
+def forks() -> ForkServerContext:
     """Processes on CPUs, forked from one with the modules of ``preloaded.py``, which starts at the first call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
     with patch.dict(os.environ, ON_CPU | python_path()):
         forkserver.ensure_running()
-    probe = context.Process(target=_check_imports)
-    try:
-        probe.start()
-    except (EOFError, OSError):  # it has ended: preloaded.py found threads
-        return multiprocessing.get_context("spawn")
-    probe.join()
-    assert probe.exitcode == 0, "the imports of tests/preloaded.py failed"
     return context
-
-
-def _check_imports() -> None:
-    sys.exit("tests.preloaded" not in sys.modules)
 
 
 def torchrun(
@@ -95,7 +80,7 @@ def fork_ranks(processes: int, command: Sequence[str], cwd: Path = ROOT) -> str:
     return printed
 
 
-def _join(ranks: Sequence[BaseProcess]) -> None:
+def _join(ranks: Sequence[ForkServerProcess]) -> None:
     """Wait for all, or until one fails: then the others are ended, which may wait for it."""
     running, end = list(ranks), time.monotonic() + PATIENCE
     while running and not any(rank.exitcode for rank in ranks) and time.monotonic() < end:
@@ -109,6 +94,7 @@ def _join(ranks: Sequence[BaseProcess]) -> None:
 
 
 def _be_rank(command: Sequence[str], cwd: Path, environment: Mapping[str, str], output: str) -> None:
+    assert "tests.preloaded" in sys.modules, "its imports failed"
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)

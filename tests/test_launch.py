@@ -1,12 +1,10 @@
 """Forked ranks: their world, and the end of a launch of which one rank fails."""
 
 import json
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 
-from tests import launch
 from tests.launch import fork_ranks
 
 pytestmark = pytest.mark.slow
@@ -44,13 +42,3 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(FAIL)
     with pytest.raises(AssertionError, match="rank 1 is out of memory"):
         fork_ranks(2, [str(tmp_path / "fail.py")], tmp_path)
-
-
-def test_ranks_start_by_themselves_where_a_package_has_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process with the imports has ended: forked with threads, a rank may wait for a lock without end."""
-
-    def start(process: ForkServerProcess) -> None:
-        raise EOFError("unexpected EOF")
-
-    monkeypatch.setattr(ForkServerProcess, "start", start)
-    assert launch.forks.__wrapped__().get_start_method() == "spawn"

@@ -12,14 +12,17 @@ SHIPPED = Path(__file__).parent
 def find(path: str, folder: str = "") -> Path:
     """An existing path as it is, else the shipped file: ``configs/models/gpt_tiny.yaml``, or ``gpt_tiny`` of a folder.
 
+    A folder in the working folder, such as a run's, does not hide the shipped file of its name.
+
     Args:
         path: of a user's file, or of a shipped one; relative to the working folder first.
         folder: of shipped YAML files that are known by their names, such as ``configs/models``.
     """
     here = Path(path)
-    if here.exists() or here.is_absolute():
+    short = bool(folder) and here.name == path
+    if here.is_file() or here.is_absolute() or (here.exists() and not short):
         return here
-    for name in (path, f"{folder}/{path}.yaml") if folder and here.name == path else (path,):
+    for name in (path, f"{folder}/{path}.yaml") if short else (path,):
         if name.startswith(("configs/", "data/")) and (SHIPPED / name).exists():
             return SHIPPED / name
     return here

@@ -64,6 +64,7 @@ _FOR = {
     "wandb": "no --wandb-project",
     "datasets": "no streams of Hugging Face's hub",
     "zstd": "no .jsonl.zst files",
+    "sentencepiece": "no SentencePieceTokenizer",
 }
 
 

@@ -29,6 +29,7 @@ from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.shipped import find
 from megatron_lowprec.training.checkpoint import loader
 from megatron_lowprec.training.checkpoint.resume import check_tokenizer
+from megatron_lowprec.training.checkpoint.tokenizer_flags import add_tokenizer_flags, moved_tokenizer
 from megatron_lowprec.training.config.data_options import DATA_CACHE, find_data
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.paths import output_file
@@ -75,9 +76,7 @@ def parse_arguments(arguments: Sequence[str] | None, program: str) -> argparse.N
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--expert-model-parallel-size", type=int, default=1)
     parser.add_argument("--data-cache-path", help="folder for tokenized text (default: data/cache)")
-    parser.add_argument("--vocab-file", help="new path of the checkpoint's vocab.json, if it has moved")
-    parser.add_argument("--merge-file", help="new path of its merges.txt")
-    parser.add_argument("--tokenizer-model", help="new path of its tokenizer.json")
+    add_tokenizer_flags(parser)
     parser.add_argument("--out", type=output_file, metavar="FILE", help="write the results to this file as JSON")
     return parser.parse_args(arguments)
 
@@ -143,7 +142,6 @@ class Scorer:
 
         self._args, self._ranks = args, ranks
         self._found = loader.at_iteration(loader.find(args.load), args.iteration)
-        moved = {name: getattr(args, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
         tensor = args.tensor_model_parallel_size
         opened = loader.reopen(
             self._found,
@@ -155,7 +153,7 @@ class Scorer:
             # Required with experts.
             sequence_parallel=bool(self._found.content["options"].get("num_experts")) and tensor > 1,
             micro_batch_size=args.micro_batch_size,
-            **{name: value for name, value in moved.items() if value is not None},
+            **moved_tokenizer(args),
         )
         self._recipe = opened.recipe
         self._length: int = require(opened.config.seq_length if args.seq_length is None else args.seq_length)

@@ -21,6 +21,7 @@ from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.files import default_mode
 from megatron_lowprec.training.checkpoint import loader
 from megatron_lowprec.training.checkpoint.resume import check_tokenizer
+from megatron_lowprec.training.checkpoint.tokenizer_flags import add_tokenizer_flags, moved_tokenizer
 from megatron_lowprec.training.config.paths import check_folder
 from megatron_lowprec.training.convert.hf_config import to_hf_config
 from megatron_lowprec.training.convert.hf_tokenizer import write_tokenizer
@@ -37,6 +38,7 @@ def parse_arguments(arguments: Sequence[str] | None, program: str) -> argparse.N
     parser.add_argument("--load", required=True, metavar="FOLDER", help="a run's folder, a --save folder, or an iter_…")
     parser.add_argument("--iteration", type=int, help="which checkpoint (default: the newest)")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="folder to write, new or empty")
+    add_tokenizer_flags(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="of the written weights (default: the checkpoint's)")
     return parser.parse_args(arguments)
 
@@ -44,16 +46,17 @@ def parse_arguments(arguments: Sequence[str] | None, program: str) -> argparse.N
 def main(arguments: Sequence[str] | None = None, program: str = "export_hf.py") -> int:
     """Exit code: 0, or 2 for a UserError."""
     args = parse_arguments(arguments, program)
-    return run_tool(program, lambda: print(*export(args.load, args.iteration, Path(args.out), args.dtype), sep="\n"))
+    return run_tool(program, lambda: print(*export(args), sep="\n"))
 
 
-def export(load: str, iteration: int | None, out: Path, dtype: str | None) -> list[str]:
+def export(args: argparse.Namespace) -> list[str]:
     """Write the model; returns a summary."""
+    out, dtype = Path(args.out), args.dtype
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: exists already; name a new folder or an empty one")
     check_folder(out, "--out")
-    found = loader.at_iteration(loader.find(load), iteration)
-    config = loader.reopen(found, 1, gpus=False).config
+    found = loader.at_iteration(loader.find(args.load), args.iteration)
+    config = loader.reopen(found, 1, gpus=False, **moved_tokenizer(args)).config
     tokenizer = tokenizer_of(config)
     check_tokenizer(found, tokenizer)
     name = dtype or ("bfloat16" if config.bf16 else "float32")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import version
 from typing import NamedTuple
 
+from megatron_lowprec import __version__
 from megatron_lowprec.errors import UserError, run_tool
 from megatron_lowprec.training.config.arguments import nearest
 from megatron_lowprec.training.distributed import startup
@@ -55,7 +55,7 @@ def run(arguments: Sequence[str]) -> int:
         print(_help())
         return 0 if arguments else 2
     if name == "--version":
-        print(version("megatron-lowprec"))
+        print(__version__)
         return 0
     return run_tool("megatron-lowprec", lambda: _run(name, arguments[1:]))
 

@@ -21,7 +21,7 @@ from megatron_lowprec.report.build import build
 from megatron_lowprec.report.claims import CLAIMS, load_claims
 from megatron_lowprec.report.published.ladder import read_ladder
 from megatron_lowprec.report.runs import find_runs
-from megatron_lowprec.shipped import SHIPPED
+from megatron_lowprec.shipped import SHIPPED, find
 
 PUBLISHED = SHIPPED / "data" / "quartet2-runs.csv"
 
@@ -36,14 +36,14 @@ def main(arguments: Sequence[str] | None = None, program: str = "report.py") -> 
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the report goes")
     parser.add_argument("--archive", type=Path, metavar="FILE.tar.xz", help="also write the files of all runs")
-    parser.add_argument("--claims", type=Path, default=CLAIMS, metavar="FILE", help="default: configs/claims.yaml")
+    parser.add_argument("--claims", type=find, default=CLAIMS, metavar="FILE", help="default: configs/claims.yaml")
     parser.add_argument("--no-claims", action="store_true", help="gaps and intervals only, nothing on claims of papers")
     parser.add_argument(
         "--reference", default=_REFERENCE, metavar="LABEL", help=f"what gaps are to; default: {_REFERENCE}"
     )
     parser.add_argument(
         "--published",
-        type=Path,
+        type=find,
         default=PUBLISHED if PUBLISHED.is_file() else None,
         metavar="FILE",
         help="published runs beside comparable recipes; default: the shipped quartet2-runs.csv",

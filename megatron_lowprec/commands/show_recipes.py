@@ -8,6 +8,7 @@ The other flags are those of pretrain_gpt.py: --config names the model whose lay
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from megatron_lowprec.errors import Parser, run_tool
@@ -18,15 +19,15 @@ def main(arguments: Sequence[str] | None = None, program: str = "megatron-lowpre
     """Exit code: 0, or 2 for a UserError."""
     parser = Parser(prog=program, description=__doc__)
     parser.add_argument("recipe", nargs="?", help="a name, or a YAML file; without it, all recipes are listed")
-    args, flags = parser.parse_known_args(arguments)
-    if args.recipe is None and not flags:
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="such as --config gpt_345m, behind the recipe")
+    args = parser.parse_args(arguments)
+    if args.recipe is None:
         return run_tool(program, lambda: print(list_table()))
 
     def explain() -> None:
         from megatron_lowprec.training.distributed.startup import Ranks
         from megatron_lowprec.training.run import run
 
-        named = [] if args.recipe is None else ["--recipe", args.recipe]
-        run([*named, *flags, "--explain-recipe"], Ranks(0, 1, 0, 1))
+        run(["--recipe", args.recipe, *args.flags, "--explain-recipe"], Ranks(0, 1, 0, 1))
 
     return run_tool(program, explain)

@@ -261,7 +261,7 @@ def build(
     if roundings and not lines:
         found.append(
             f"gap_by_tokens.png has no published runs: no file with runs of {SOURCE} comparable to the MXFP4 recipes "
-            "was read; name megatron_lowprec/data/quartet2-runs.csv of the repository with --published."
+            "was read; name the shipped data/quartet2-runs.csv with --published."
         )
     judged = judge_all(claims, groups)
     verdicts = tuple(replace(verdict, required=required_runs(verdict, claims)) for verdict in judged)

@@ -135,6 +135,10 @@ def test_shipped_files_are_found_by_path_and_by_name(tmp_path: Path, monkeypatch
     assert find("gpt_tiny") == Path("gpt_tiny")  # no folder was meant
     assert find("__init__.py") == Path("__init__.py")  # neither configs nor data
     assert load_recipe("mxfp8_bf16_ends") == load_recipe("configs/recipes/mxfp8_bf16_ends.yaml")
+    for folder in ("gpt_tiny", "mxfp8_bf16_ends"):  # such as runs that are named so
+        Path(folder).mkdir()
+    assert find("gpt_tiny", "configs/models") == path
+    assert load_recipe("mxfp8_bf16_ends") == load_recipe("configs/recipes/mxfp8_bf16_ends.yaml")
     Path("configs/models").mkdir(parents=True)
     Path("configs/models/gpt_tiny.yaml").touch()
     assert find("configs/models/gpt_tiny.yaml") == Path("configs/models/gpt_tiny.yaml")  # the user's own comes first

@@ -68,7 +68,8 @@ def _write_gpt2(vocab: Path, merges: Path, context: int, folder: Path) -> list[s
 
 
 def tokenizer_options(folder: Path) -> dict[str, Any]:
-    """Options for the tokenizer in a Hugging Face model's folder: that of tokenizer.json, else GPT-2's two files.
+    """Options for the tokenizer in a Hugging Face model's folder: that of tokenizer.json, else GPT-2's two files, else
+    tokenizer.model, which is SentencePiece's.
 
     A tokenizer.json of GPT-2's own tokenizer is named by these files, as a corpus prepared with them is.
     Empty for a folder without any file of a tokenizer.
@@ -83,6 +84,8 @@ def tokenizer_options(folder: Path) -> dict[str, Any]:
     if whole.is_file():
         hugging_face = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
         return gpt2 if reason is None and _is_of(whole, vocab, merges) else hugging_face
+    if reason is not None and "tokenizer.model" in found:
+        return {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(folder / "tokenizer.model")}
     if found and reason is not None:
         raise UserError(
             f"{folder} has {', '.join(found)} but no tokenizer.json, and {reason}: write one there with transformers' "

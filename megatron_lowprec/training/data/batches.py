@@ -19,17 +19,17 @@ from megatron.core.datasets.utils import Split
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.releases import batch_on_this_cp_rank
-from megatron_lowprec.training.distributed.rank_sync import rank0_first, long_timeout_group
+from megatron_lowprec.training.config.fields import require
+from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data import indexed_dataset
 from megatron_lowprec.training.data.blend import all_paths, data_paths, parse_blend
 from megatron_lowprec.training.data.chat_dataset import ChatSamples, prepare_chats
-from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.corpus_writer import prepare
-from megatron_lowprec.training.data.sampler import Blend, Epochs, Phases, Positions, Samples
-from megatron_lowprec.training.distributed.subprocesses import helpers
 from megatron_lowprec.training.data.sample_index import Corpus, DocumentSamples, DocumentsConfig
-from megatron_lowprec.training.config.fields import require
+from megatron_lowprec.training.data.sampler import Blend, Epochs, Phases, Positions, Samples
 from megatron_lowprec.training.data.tokenizer import Tokenizer
+from megatron_lowprec.training.distributed.rank_sync import long_timeout_group, rank0_first
+from megatron_lowprec.training.distributed.subprocesses import helpers
 
 _FIELDS = ("tokens", "labels", "position_ids", "loss_mask")
 _SPLITS = (Split.train, Split.valid, Split.test)
@@ -93,9 +93,7 @@ def _prepared_texts(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
     return prefixes
 
 
-def _build_split(
-    config: Config, prefixes: Mapping[str, str], tokenizer: Tokenizer, split: Split
-) -> SplitData | None:
+def _build_split(config: Config, prefixes: Mapping[str, str], tokenizer: Tokenizer, split: Split) -> SplitData | None:
     paths = data_paths(config, split.name)
     if not paths or (split.name != "train" and config.eval_iters == 0):
         return None
@@ -180,7 +178,11 @@ class MockSamples:
 
     def __init__(self, config: Config, tokenizer: Tokenizer, stream: int) -> None:
         self._config, self._eod = config, tokenizer.eod
-        self._length, self._vocab_size, self._seed = require(config.seq_length), tokenizer.vocab_size, [config.seed, stream]
+        self._length, self._vocab_size, self._seed = (
+            require(config.seq_length),
+            tokenizer.vocab_size,
+            [config.seed, stream],
+        )
 
     def __len__(self) -> int:
         return _MOCK_SAMPLES
@@ -222,12 +224,17 @@ class Batches:
         self._shape = (len(_FIELDS), require(config.micro_batch_size), require(config.seq_length))
         weighs = config.calculate_per_token_loss and config.num_experts is not None
         self._mask_of = split.eod if config.reset_attention_mask else None
-        self._needed = weighs or config.reset_attention_mask or mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+        self._needed = (
+            weighs or config.reset_attention_mask or mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+        )
         self._loader: Iterator[torch.Tensor] | None = None
         self._ahead: dict[str, torch.Tensor | None] | None = None
         if self._needed and mpu.get_tensor_model_parallel_rank() == 0:
             positions = Positions(
-                start, require(config.micro_batch_size), mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+                start,
+                require(config.micro_batch_size),
+                mpu.get_data_parallel_rank(),
+                mpu.get_data_parallel_world_size(),
             )
             loader: torch.utils.data.DataLoader[torch.Tensor] = torch.utils.data.DataLoader(
                 split.samples,  # type: ignore[arg-type]

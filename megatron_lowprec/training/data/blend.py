@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.data import indexed_dataset
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.data import indexed_dataset
 from megatron_lowprec.training.data.jsonl import is_text_file
-from megatron_lowprec.training.rampup import nearest_end
 from megatron_lowprec.training.data.tokenizer import Tokenizer
+from megatron_lowprec.training.rampup import nearest_end
 
 SPLITS = ("train", "valid", "test")
 

@@ -15,9 +15,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.data import indexed_dataset
-from megatron_lowprec.training.data import corpus_writer
-from megatron_lowprec.training.data import jsonl
+from megatron_lowprec.training.data import corpus_writer, indexed_dataset, jsonl
 from megatron_lowprec.training.data.chat import ChatEncoder
 from megatron_lowprec.training.data.encoding import encode
 from megatron_lowprec.training.data.sample_index import Corpus
@@ -95,7 +93,9 @@ class ChatSamples:
         # First part of each conversation, and the end of the last.
         self._bounds: npt.NDArray[np.int64] = np.asarray(self._indexed.document_indices)
         if not (np.diff(self._bounds) > 0).all():
-            raise UserError(f"{prefix}.idx has a conversation without parts; remove its files, and it is prepared again")
+            raise UserError(
+                f"{prefix}.idx has a conversation without parts; remove its files, and it is prepared again"
+            )
         first, last = (round((len(self._bounds) - 1) * end) for end in share)
         tokens, answers, kept = _counts(self._indexed, self._bounds, first, last, length)
         self._chosen = first + np.flatnonzero(kept)

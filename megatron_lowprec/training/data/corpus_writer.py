@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.data import indexed_dataset
-from megatron_lowprec.training.data import jsonl
+from megatron_lowprec.training.data import indexed_dataset, jsonl
 from megatron_lowprec.training.data.encoding import Encoder, encode
-from megatron_lowprec.training.distributed.file_lock import lock
 from megatron_lowprec.training.data.tokenizer import Tokenizer
+from megatron_lowprec.training.distributed.file_lock import lock
 
 # Below this many (compressed) bytes, starting worker processes costs more time than it saves.
 _PARALLEL_BYTES = 16 * 2**20
@@ -140,8 +139,9 @@ def write_batches(
     progress: Callable[[Progress], None] | None = None,
 ) -> tuple[indexed_dataset.Note, ...]:
     """As :func:`write`, from lines that are not in files; ``sources`` names their origin."""
-    import megatron_lowprec.mcore  # noqa: F401 - filters Megatron-core's warnings about optimizers, not used here
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    import megatron_lowprec.mcore  # noqa: F401 - filters Megatron-core's warnings about optimizers, not used here
 
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     encoder = Encoder(tokenizer, tuple(prefixes), append_eod, dtype)

@@ -10,8 +10,8 @@ import math
 import os
 import struct
 import zlib
-from contextlib import suppress
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -177,8 +177,8 @@ def _faults(prefix: str, parts: int, boundaries: int, item: int) -> tuple[str | 
 class TokenReader:
     """Reads ids from ``PREFIX.bin``, each checked, in place of Megatron-core's memory map of the file.
 
-    A process that reads a map of a file truncated meanwhile is killed by SIGBUS, and ids outside of the vocabulary reach
-    the model.
+    A process that reads a map of a file truncated meanwhile is killed by SIGBUS, and ids outside of the vocabulary
+    reach the model.
 
     Args:
         vocab_size: ids must lie below it; None for any.
@@ -194,8 +194,8 @@ class TokenReader:
         content = os.pread(self._file.fileno(), int(count) * item, int(offset))
         if len(content) != count * item:
             raise UserError(
-                f"{self._path} was truncated: {offset + len(content)} bytes of at least {offset + count * item}; copy or "
-                "prepare the corpus again"
+                f"{self._path} was truncated: {offset + len(content)} bytes of at least {offset + count * item}; copy "
+                "or prepare the corpus again"
             )
         ids: npt.NDArray[np.integer] = np.frombuffer(content, dtype)
         if self._vocab_size is not None and count:

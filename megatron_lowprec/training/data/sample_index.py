@@ -99,7 +99,7 @@ class DocumentSamples(GPTDataset):
         if all(right):
             ends = np.cumsum(self.dataset.sequence_lengths[document], dtype=np.int64)
             lengths, at, offset = np.diff(ends, prepend=0), sample[:, 0], sample[:, 1]
-            right[1] = not len(at) or bool(0 <= at.min() and at.max() < len(document) and offset.min() >= 0)
+            right[1] = not len(at) or bool(at.min() >= 0 and at.max() < len(document) and offset.min() >= 0)
             right[1] = right[1] and bool(
                 (offset <= lengths[at]).all() and (ends[at] - lengths[at] + offset == length * np.arange(len(at))).all()
             )
@@ -125,7 +125,7 @@ class DocumentSamples(GPTDataset):
 
 
 def _read(path: Path) -> Index:
-    """A file of ``numpy.save``, mapped; UserError for a damaged one, or one of pickled objects, which could run code."""
+    """A file of ``numpy.save``, mapped; UserError for a damaged one, or one of pickled objects, which may run code."""
     try:
         found = np.lib.format.open_memmap(path, mode="r")
     except OSError:

@@ -23,10 +23,10 @@ import numpy as np
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import Row, atomic_write, read_json
 from megatron_lowprec.training.data import jsonl
-from megatron_lowprec.training.data.wikipedia import Article, Source
 from megatron_lowprec.training.data.corpus_writer import Progress, write_batches
-from megatron_lowprec.training.distributed.file_lock import lock
 from megatron_lowprec.training.data.tokenizer import Tokenizer
+from megatron_lowprec.training.data.wikipedia import Article, Source
+from megatron_lowprec.training.distributed.file_lock import lock
 
 _KEY = "text"
 _BATCH_BYTES = 512 * 1024

@@ -5,16 +5,15 @@ never as the end-of-document id, which only the corpus writer inserts.
 """
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_lowprec.shipped import find
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import read_json
+from megatron_lowprec.shipped import find
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -105,7 +104,7 @@ class SentencePieceTokenizer(Tokenizer):
             import sentencepiece
         except ImportError:
             raise UserError(
-                "SentencePieceTokenizer needs the package sentencepiece: pip install 'megatron_lowprec[sentencepiece]'"
+                "SentencePieceTokenizer needs the package sentencepiece: pip install 'megatron-lowprec[sentencepiece]'"
             ) from None
         content = file.read_bytes()
         try:
@@ -164,9 +163,9 @@ def build_tokenizer(
     """The tokenizer that Megatron's flags describe.
 
     ``GPT2BPETokenizer`` needs ``vocab_file`` and ``merge_file`` (byte-level BPE without a prefix space; the entry
-    ``<|endoftext|>`` is eod), ``HuggingFaceTokenizer`` a ``tokenizer_model`` (a tokenizer.json or its folder; eod is the
-    eos_token of the files beside it), ``SentencePieceTokenizer`` one (a tokenizer.model; eod is its end of a text),
-    ``NullTokenizer`` a ``vocab_size``. For all others ``vocab_size`` is only checked against the files.
+    ``<|endoftext|>`` is eod), ``HuggingFaceTokenizer`` a ``tokenizer_model`` (a tokenizer.json or its folder; eod is
+    the eos_token of the files beside it), ``SentencePieceTokenizer`` one (a tokenizer.model; eod is its end of a
+    text), ``NullTokenizer`` a ``vocab_size``. For all others ``vocab_size`` is only checked against the files.
 
     Raises:
         UserError: unknown type, missing argument, missing or unreadable file, no file that names an end token, or
@@ -267,7 +266,9 @@ def _end_token(file: Path, backend: "BackendTokenizer") -> tuple[str, str]:
         else:
             token = backend.id_to_token(named) if 0 <= named < 2**31 else None
         if token is None:
-            raise UserError(f"{file.with_name(name)} names the end of a text {named!r}, which {file.name} does not have")
+            raise UserError(
+                f"{file.with_name(name)} names the end of a text {named!r}, which {file.name} does not have"
+            )
         return token, name
     raise UserError(
         f"no file beside {file} names one end-of-text token: name it as eos_token in tokenizer_config.json there"

@@ -84,7 +84,7 @@ def test_a_vocabulary_and_merges_without_more_are_gpt_2_s(tmp_path: Path) -> Non
         ({"config.json": {"model_type": "gpt2", "eos_token_id": 7}}, "config.json names the end of a text 7, which is"),
         ({"vocab.json": {"a": 0}}, "vocab.json has no <|endoftext|>"),
         ({"merges.txt": None}, "has vocab.json but no tokenizer.json, and GPT-2's would have merges.txt"),
-        ({"vocab.json": None, "merges.txt": None, "tokenizer.model": {}}, "has tokenizer.model but no tokenizer.json"),
+        ({"vocab.json": None, "merges.txt": None, "tekken.json": {}}, "has tekken.json but no tokenizer.json"),
     ],
 )
 def test_a_folder_without_a_usable_tokenizer_is_refused(
@@ -101,6 +101,15 @@ def test_a_folder_without_a_usable_tokenizer_is_refused(
         tokenizer_options(tmp_path)
     assert words in str(error.value)
     assert "save_pretrained" in str(error.value)
+
+
+def test_an_exported_sentencepiece_model_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "theirs.model").write_bytes(b"a model")
+    config = Config(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "theirs.model"))
+    (tmp_path / "new").mkdir()
+    assert write_tokenizer(config, tmp_path / "new") == ["tokenizer.model"]
+    named = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(tmp_path / "new/tokenizer.model")}
+    assert tokenizer_options(tmp_path / "new") == named
 
 
 @pytest.mark.parametrize("file", [False, True], ids=["a folder", "a file"])

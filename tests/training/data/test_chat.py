@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.data import jsonl
 from megatron_lowprec.training.data.chat import ChatEncoder, encode, turns
 from megatron_lowprec.training.data.chat_dataset import ChatSamples, prepare_chats

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import zstandard
 
-from megatron_lowprec.shipped import SHIPPED
+from megatron_lowprec.commands import preprocess_data
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.data import corpus_writer, encoding, indexed_dataset, jsonl
 from megatron_lowprec.training.data.tokenizer import Tokenizer, build_tokenizer
-from tests.waiting import PATIENCE
 from tests.launch import forks
-from megatron_lowprec.commands import preprocess_data
+from tests.waiting import PATIENCE
 
 DATA = SHIPPED / "data"
 DOCUMENTS = [
@@ -304,7 +304,7 @@ def test_every_number_of_an_index_is_checked(
     if not noted:
         os.remove(f"{made}.json")
     damage(made)
-    with pytest.raises(UserError, match=f"made.idx is .*(; copy or prepare)") as caught:
+    with pytest.raises(UserError, match=r"made\.idx is .*(; copy or prepare)") as caught:
         indexed_dataset.check_prefix(made, tiny)
     assert message in str(caught.value)
 

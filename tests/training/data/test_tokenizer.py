@@ -11,8 +11,8 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 
 DATA = SHIPPED / "data"

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.data.wikitext import detokenize, pages, read
-from tests.training.helpers import REPOSITORY
 from megatron_lowprec.shipped import SHIPPED
+from megatron_lowprec.training.data.wikitext import detokenize, pages, read
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def check_pip(words: Sequence[str], line: str) -> None:
     for word in words[1:]:
         if word.startswith("-") or word == ".":
             continue
-        requirement = Requirement(word)
+        requirement = Requirement(re.sub(r"^\.(?=\[)", "megatron-lowprec", word))  # of this folder
         if requirement.name.replace("_", "-") == "megatron-lowprec":
             assert requirement.extras <= set(declared()), f"pyproject.toml has no extra of {word}"
         elif requirement.name == "transformer-engine":

@@ -350,7 +350,7 @@ def check_packages(config: Config) -> None:
         )
     if config.wandb_project and importlib.util.find_spec("wandb") is None:
         raise UserError(
-            "--wandb-project needs the package wandb: pip install 'megatron_lowprec[wandb]', or leave the flag out"
+            "--wandb-project needs the package wandb: pip install 'megatron-lowprec[wandb]', or leave the flag out"
         )
 
 

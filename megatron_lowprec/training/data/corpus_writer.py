@@ -139,9 +139,8 @@ def write_batches(
     progress: Callable[[Progress], None] | None = None,
 ) -> tuple[indexed_dataset.Note, ...]:
     """As :func:`write`, from lines that are not in files; ``sources`` names their origin."""
+    import megatron_lowprec.mcore  # noqa: F401, I001 - first: it filters warnings about optimizers, not used here
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-    import megatron_lowprec.mcore  # noqa: F401 - filters Megatron-core's warnings about optimizers, not used here
 
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     encoder = Encoder(tokenizer, tuple(prefixes), append_eod, dtype)

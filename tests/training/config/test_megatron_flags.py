@@ -169,7 +169,7 @@ def test_all_reasons_are_in_one_message() -> None:
     ("flag", "hint", "misleading"),
     [
         ("--fp16", "give --bf16", "nearest"),
-        ("--ckpt-format torch", "tools/import_megatron.py", "--fp8-format"),
+        ("--ckpt-format torch", "megatron-lowprec import-megatron", "--fp8-format"),
         ("--save-retain-interval 5", "--keep-last N", "--save-interval"),
         ("--use-checkpoint-args", "--config FILE.yaml", "scheduler"),
         ("--batch-size 4", "--micro-batch-size", "--rampup"),

@@ -269,5 +269,5 @@ def test_what_is_no_sentencepiece_model_is_refused(tmp_path: Path) -> None:
 def test_sentencepiece_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"model")
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(UserError, match=r"pip install 'megatron_lowprec\[sentencepiece\]'"):
+    with pytest.raises(UserError, match=r"pip install 'megatron-lowprec\[sentencepiece\]'"):
         build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(tmp_path / "tokenizer.model"))

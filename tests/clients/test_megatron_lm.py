@@ -2,10 +2,7 @@
 
 import argparse
 import json
-import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,8 +11,8 @@ import pytest
 
 from tests.clients.megatron_lm import MegatronLM, NotAvailableError, Run, obtain
 from tests.docs.markdown import fences
-from tests.environment import ROOT, python_path
-from tests.waiting import PATIENCE
+from tests.environment import ROOT
+from tests.launch import fork_ranks
 from tools.bench import megatron_lm as bench
 from tools.bench.shapes import MODELS
 
@@ -112,16 +109,7 @@ def test_the_driver_s_losses(megatron_lm: MegatronLM, data: list[str], recipe: s
     flags = [*data, "--train-iters", "6", "--clip-grad", "0"]
     flags += ["--use-distributed-optimizer"] if recipe.startswith("fp8_lm") else []
     found = losses(megatron_lm, *flags, *spec(recipe))
-    command = ["pretrain_gpt.py", *MODEL, *flags, "--recipe", recipe, "--no-save", "--save", "run"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / command[0]), *command[1:]],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **python_path()},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    fork_ranks(1, ["pretrain_gpt.py", *MODEL, *flags, "--recipe", recipe, "--no-save", "--save", "run"], tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert found == [row["lm loss"] for row in rows if "lm loss" in row]
     assert len(found) == 6

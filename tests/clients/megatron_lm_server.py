@@ -6,6 +6,7 @@ Reads one JSON object a line: ``arguments``, ``ranks``, ``port``, ``log``. Each 
 answers with a line of the ranks' exit codes. Forking saves the imports, which take longer than a small run.
 """
 
+import argparse
 import importlib
 import inspect
 import json
@@ -38,11 +39,28 @@ def main() -> None:
     _start_helpers_without_main()
     _print_exact_losses(training)
     _fuse_adamw(training)
+    _read_options_once()
+    runpy.run_path(f"{folder}/pretrain_gpt.py")  # what it imports; it starts only as __main__
     for line in sys.stdin:
         asked = json.loads(line)
         children = [_fork(folder, asked, rank, training) for rank in range(asked["ranks"])]
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         print(json.dumps(codes), flush=True)
+
+
+def _read_options_once() -> None:
+    """Megatron-LM parses the source of its dataclasses for its options' help, three times a run."""
+    factory = importlib.import_module("megatron.training.argument_utils").ArgumentGroupFactory
+    read, known = factory._get_field_docstrings, dict[type, dict[str, str]]()
+
+    def remembered(self: Any, cls: type) -> dict[str, str]:
+        if cls not in known:
+            known[cls] = read(self, cls)
+        return dict(known[cls])
+
+    factory._get_field_docstrings = remembered
+    arguments: Any = importlib.import_module("megatron.training.arguments")
+    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def _fork(folder: str, asked: dict[str, Any], rank: int, training: Any) -> int:

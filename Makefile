@@ -35,7 +35,7 @@ TE_WHEEL := $(VENV)/transformer_engine-$(TE_VERSION)-py3-none-any.whl
 threads = cores=$$(getconf _NPROCESSORS_ONLN); \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$((cores > $(1) ? cores / $(1) : 1))}
 
-.PHONY: help setup train test test-fast test-clients test-megatron-core test-optional test-fault-injection test-layout-parity test-compile test-fuzz test-faults test-matrix lint types format clean
+.PHONY: help setup train test test-weekly test-fast test-clients test-megatron-core test-optional test-fault-injection test-layout-parity test-compile test-fuzz test-faults test-matrix lint types format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -64,10 +64,14 @@ train: setup  ## train gpt_tiny with RECIPE on every GPU, or as 2 processes on a
 	@$(BIN)/python -m megatron_lowprec train --recipe $(RECIPE) $(ARGS)
 	@$(BIN)/python tools/plot_loss.py $(RUN)
 
-test: setup lint types $(TE_WHEEL)  ## lint, types and all tests; those marked gpu where there is one
-	@gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")'); \
+test: setup lint types $(TE_WHEEL)  ## lint, types and all tests but further cases (test-weekly); those marked gpu where there is one
+	@gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else " and not gpu")'); \
 	$(call threads,$(TEST_WORKERS)); export TRANSFORMER_ENGINE=$(CURDIR)/$(TE_WHEEL); \
-	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "$$gpu" $(TESTS)
+	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "not weekly$$gpu" $(TESTS)
+
+test-weekly: setup $(TE_WHEEL)  ## as test, with the further cases that a workflow runs each week: a third longer
+	@$(call threads,$(TEST_WORKERS)); export TRANSFORMER_ENGINE=$(CURDIR)/$(TE_WHEEL); \
+	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "not gpu" $(TESTS)
 
 test-fast: setup $(TE_WHEEL)  ## only unit tests: no process is started, no model is trained; under two minutes on two cores
 	@$(call threads,$(TEST_WORKERS)); export TRANSFORMER_ENGINE=$(CURDIR)/$(TE_WHEEL); \

@@ -38,6 +38,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def weekly(request: pytest.FixtureRequest) -> bool:
+    """Whether weekly cases are selected, whose runs a launch that many tests share then makes as well."""
+    return any(item.get_closest_marker("weekly") for item in request.session.items)
+
+
 @pytest.fixture
 def generator() -> torch.Generator:
     """Seeded afresh for each test: its data depend on no other test and no order."""

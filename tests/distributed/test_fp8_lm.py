@@ -24,6 +24,7 @@ from megatron_lowprec.training import loop
 from tests.once import once
 from tests.training.conftest import driving
 from tests.training.helpers import argv, losses, many_runs, rows
+from tests.weekly import also_weekly
 
 STATE = [
     word
@@ -64,8 +65,10 @@ RESUMED: dict[str, dict[str, Any]] = {
     "o3, pipeline": LAYOUTS["pipeline"] | {"recipe": "fp8_lm_o3"},
 }
 
+RESUMED_EACH_TIME = ("data", "sequence", "experts", "bf16 moment", "o2, interleaved", "o3, data")
 
-def cases() -> dict[str, list[str]]:
+
+def cases(weekly: bool) -> dict[str, list[str]]:
     """Folder -> command line, in the order in which they run."""
     found: dict[str, list[str]] = {}
     for layout in ALIKE:
@@ -91,7 +94,8 @@ def cases() -> dict[str, list[str]]:
     )
     found["tokens"] = argv(**LM | {"recipe": "fp8_lm_o2"}, no_save=True, calculate_per_token_loss=True)
     found["fp8_delayed"] = argv(**LM | {"recipe": "fp8_delayed"}, no_save=True, use_distributed_optimizer=True)
-    for name, options in RESUMED.items():
+    for name in RESUMED if weekly else RESUMED_EACH_TIME:
+        options = RESUMED[name]
         common = LM | {"use_distributed_optimizer": True} | options
         found[f"{name} whole"] = argv(**common, no_save=True)
         found[f"{name} resumed"] = argv(**common, exit_interval=2)
@@ -128,10 +132,11 @@ def cases() -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = once(tmp_path_factory, "fp8_lm", lambda folder: many_runs(2, list(cases().values()), folder))
+def launch(tmp_path_factory: pytest.TempPathFactory, weekly: bool) -> Path:
+    asked = cases(weekly)
+    folder = once(tmp_path_factory, "fp8_lm", lambda folder: many_runs(2, list(asked.values()), folder))
     errors = json.loads((folder / "errors.json").read_text())
-    assert list(errors) == [str(list(cases()).index("bad numbers"))], errors
+    assert list(errors) == [str(list(asked).index("bad numbers"))], errors
     return folder
 
 
@@ -218,7 +223,7 @@ def test_metrics_have_saturation_mu_and_scales(launch: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", also_weekly(RESUMED, RESUMED_EACH_TIME))
 def test_resume_is_bit_equal(launch: Path, name: str) -> None:
     assert losses(launch / f"{name} resumed") == losses(launch / f"{name} whole")
     assert len(losses(launch / f"{name} whole")) == 4

@@ -11,8 +11,9 @@ import pytest
 from tests.launch import fork_ranks
 from tests.once import once
 from tests.training.helpers import argv, losses
+from tests.weekly import also_weekly
 
-STEPS, MICROBATCHES = 3, 4
+STEPS, MICROBATCHES = 2, 4
 COMMON: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
     "num_layers": 4,
@@ -42,15 +43,18 @@ RUNS: dict[str, dict[str, Any]] = {
     "interleaved": INTERLEAVED | BF16,
     "interleaved, overlapped": {"overlap_grad_reduce": True, "overlap_param_gather": True} | INTERLEAVED | BF16,
 }
+EACH_TIME = set(RUNS) - {"fp8_current, evaluated", "recomputed", "experts", "interleaved, overlapped"}
 SENT_AT_ONCE = [name for name in RUNS if "interleaved" not in name]
+KEPT = [name for name in RUNS if name not in SENT_AT_ONCE]
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def launch(tmp_path_factory: pytest.TempPathFactory, weekly: bool) -> tuple[Path, str]:
     """The folder of all runs, and what was said beside their logs."""
 
     def run(folder: Path) -> None:
-        (folder / "cases.json").write_text(json.dumps({name: argv(**COMMON | more) for name, more in RUNS.items()}))
+        asked = {name: argv(**COMMON | more) for name, more in RUNS.items() if weekly or name in EACH_TIME}
+        (folder / "cases.json").write_text(json.dumps(asked))
         printed = fork_ranks(2, ["tests/distributed/pipeline_worker.py", "cases.json"], folder)
         (folder / "said").write_text(printed)
 
@@ -64,14 +68,14 @@ def freed(folder: Path, stage: int) -> dict[str, list[bool]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", also_weekly(RUNS, EACH_TIME))
 def test_losses_are_those_with_all_outputs_kept(launch: tuple[Path, str], name: str) -> None:
     assert len(losses(launch[0] / name)) == STEPS
     assert losses(launch[0] / name) == losses(launch[0] / f"{name} kept")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SENT_AT_ONCE)
+@pytest.mark.parametrize("name", also_weekly(SENT_AT_ONCE, EACH_TIME.intersection(SENT_AT_ONCE)))
 def test_nothing_else_holds_a_stage_s_output(launch: tuple[Path, str], name: str) -> None:
     first, last = (freed(launch[0], stage) for stage in range(2))
     assert first[name] == [True] * STEPS * MICROBATCHES
@@ -80,7 +84,7 @@ def test_nothing_else_holds_a_stage_s_output(launch: tuple[Path, str], name: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RUNS if name not in SENT_AT_ONCE])
+@pytest.mark.parametrize("name", also_weekly(KEPT, EACH_TIME.intersection(KEPT)))
 def test_an_output_that_may_still_be_on_its_way_is_kept(launch: tuple[Path, str], name: str) -> None:
     found = freed(launch[0], 0)[name]
     assert found
@@ -88,6 +92,7 @@ def test_an_output_that_may_still_be_on_its_way_is_kept(launch: tuple[Path, str]
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_gathers_are_started_by_the_schedule_alone(launch: tuple[Path, str]) -> None:
     assert "already been dispatched" not in launch[1]
     assert losses(launch[0] / "interleaved, overlapped") == losses(launch[0] / "interleaved")

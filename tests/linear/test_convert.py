@@ -10,6 +10,7 @@ from megatron_lowprec import LowPrecLinear, convert
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D
 from tests.linear.conversions import CONVERTIBLE, PER_BLOCK, converted, forms
 from tests.linear.tiny_models import Conv1D, Gpt2Block, LlamaBlock, build, tokens_of, train
+from tests.weekly import also_weekly
 
 
 @forms
@@ -29,7 +30,7 @@ def test_the_bf16_recipe_changes_no_bit() -> None:
 
 
 @forms
-@pytest.mark.parametrize("name", ["fp8_current", "mxfp4_rht_sr"])
+@pytest.mark.parametrize("name", also_weekly(["fp8_current", "mxfp4_rht_sr"], ["mxfp4_rht_sr"]))
 @pytest.mark.slow
 def test_fifty_steps(name: str, block: type[nn.Module]) -> None:
     """The loss falls by as much as in bf16, to within a tenth of the fall."""

@@ -9,6 +9,7 @@ from torch import nn
 from megatron_lowprec import convert
 from megatron_lowprec.linear.convert import plain_state_dict
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
+from tests.weekly import also_weekly
 
 transformers = pytest.importorskip("transformers")  # the extra dev has it
 
@@ -55,7 +56,7 @@ def train(model: nn.Module, steps: int = 50) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp4_rht_sr"])
+@pytest.mark.parametrize("recipe", also_weekly(["fp8_current", "mxfp4_rht_sr"], ["fp8_current"]))
 def test_fifty_steps(kind: str, recipe: str) -> None:
     """The loss falls by as much as in bf16, to within a tenth of the fall."""
     start, *_, want = train(build(kind))

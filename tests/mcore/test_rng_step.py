@@ -16,6 +16,7 @@ from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep
 from tests.mcore.one_process import one_process
 from tests.mcore.recomputation import bounded_recomputation
+from tests.weekly import also_weekly
 
 SEQUENCE, BATCH, HIDDEN, LAYERS = 32, 2, 64, 4
 STEP = 3
@@ -28,7 +29,8 @@ RECOMPUTATIONS: dict[str, dict[str, Any]] = {
     "core attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "mlp and core attention": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]},
 }
-recomputations = pytest.mark.parametrize("how", RECOMPUTATIONS)
+EACH_TIME = ("full, uniform", "full, block", "mlp and core attention")
+recomputations = pytest.mark.parametrize("how", also_weekly(RECOMPUTATIONS, EACH_TIME))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -294,6 +294,7 @@ def test_ops_end_to_end_by_tritons_interpreter(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_experts_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "experts.json"
     asked = ["--shapes", "smoke", "--tokens", "24", "--recipes", "bf16,fp8_current", "--rounds", "1", "--peers", "te"]
@@ -316,6 +317,7 @@ def test_expert_tokens_are_multiples_and_sum_up() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_hugging_face_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "hugging_face.json"
     asked = ["--shapes", "smoke", "--recipes", "fp8_current", "--rounds", "1", "--peers", "torchao"]
@@ -417,6 +419,7 @@ def test_an_op_whose_first_variant_fails_is_compared_with_nothing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_overhead_end_to_end_by_tritons_interpreter(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     out = tmp_path / "overhead.json"
@@ -467,6 +470,7 @@ def test_efficiency_is_of_the_first_count() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_scaling_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "scaling.json"
     asked = ["--gpus", "2", "--recipes", "fp8_delayed", "--warm-up", "1", "--iterations", "2", "--out", str(out)]
@@ -478,6 +482,7 @@ def test_scaling_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_exchange_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "exchange.json"
     done = bench("exchange", "--out", str(out))

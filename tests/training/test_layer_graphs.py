@@ -37,6 +37,7 @@ from tests.training.conftest import Drive
 from tests.training.helpers import argv, rows
 from tests.training.rerun_recorder import RerunRecorder, rerun_on_a_cpu
 from tests.training.test_deterministic import as_before  # noqa: F401 - for the runs in deterministic mode here
+from tests.weekly import also_weekly
 
 GRAPHS: dict[str, Any] = {"cuda_graph_impl": "local"}
 EAGER: dict[str, Any] = {"cuda_graph_impl": "none"}
@@ -230,6 +231,16 @@ CASES: dict[str, dict[str, Any]] = {
         "recipe_override": "gradients.accumulation=format",
     },
 }
+EACH_TIME = [
+    "bf16",
+    "fp8_delayed",
+    "overlapped",
+    "stochastic, three microbatches",
+    "fp32, megatron-core's attention",
+    "stock linears",
+    "stored gradients",
+    "stored gradients, two microbatches",
+]
 
 # gathers run under the layers; for the norm of all weights they would end before the next step
 OVERLAPPED = {**OVERLAP, "global_batch_size": 8, "log_params_norm": None}
@@ -289,7 +300,7 @@ def check_replays(folder: Path, script: str, cases: dict[str, dict[str, Any]], h
         pytest.fail(f"plain and replayed: {found}; plain and plain again: {different('again', found)}")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", also_weekly(CASES, EACH_TIME))
 def test_a_run_by_recordings_has_the_bits_of_a_plain_one(
     drive: Drive, digest: Digest, recorders: list[RerunRecorder], case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

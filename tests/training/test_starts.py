@@ -32,6 +32,7 @@ from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.run_plan import RunPlan, plan_run
 from tests.training.conftest import Drive, driving
 from tests.training.helpers import argv, losses
+from tests.weekly import also_weekly
 
 BPE = SHIPPED / "data/tiny_bpe"
 MODEL: dict[str, Any] = {
@@ -92,6 +93,7 @@ STARTS: dict[str, list[dict[str, Any]]] = {
     "asynchronous, profiled": [MODEL | {"async_save": True, "keep_last": 1, "profile": True, "profile_step_start": 1}],
     **{name: [shipped(name)] for name in TINY_CONFIGS},
 }
+EACH_TIME = ("fresh", "finetune", "sft", "resumed", "ramp", "second blend", "one GEMM in bf16", "FP8 weights", "FP8-LM")
 NOT_EXPORTED = {"moe_tiny": "is not mixtral's", "deepseek_tiny": "--moe-router-topk 2 is not deepseek_v3's"}
 
 
@@ -159,7 +161,7 @@ TOOLS = {"inspect": inspected, "evaluate": evaluated, "export": exported, "repor
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize("name", also_weekly(STARTS, EACH_TIME))
 def test_every_tool_takes_every_start(
     runs: Callable[[str], str], drive: Drive, capsys: pytest.CaptureFixture[str], name: str, tool: str
 ) -> None:
@@ -170,7 +172,7 @@ def test_every_tool_takes_every_start(
         assert NOT_EXPORTED[name] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize("name", also_weekly(STARTS, EACH_TIME))
 def test_every_start_goes_on(runs: Callable[[str], str], drive: Drive, name: str) -> None:
     """The same command with one iteration more."""
     folder = runs(name)

@@ -19,6 +19,7 @@ from megatron_lowprec.training.data.chat_dataset import ChatSamples
 from tests.training.conftest import Drive
 from tests.training.convert.reference import gpt2
 from tests.training.helpers import argv, losses, rows
+from tests.weekly import also_weekly
 
 BPE = SHIPPED / "data/tiny_bpe"
 SAMPLE = SHIPPED / "data/chat-sample.jsonl"
@@ -151,7 +152,7 @@ def test_answers_are_learned(drive: Drive, chat: str, capsys: pytest.CaptureFixt
     assert printed.count("chat, train: ") == printed.count("chat, valid: ") == 1
 
 
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_blockwise", "mxfp4_rht_sr"])
+@pytest.mark.parametrize("recipe", also_weekly(["fp8_delayed", "fp8_blockwise", "mxfp4_rht_sr"], ["fp8_delayed"]))
 def test_it_resumes_bit_for_bit(drive: Drive, recipe: str) -> None:
     # Two epochs, each in an order of its own, and dropout.
     options = {**CHAT, "data_path": ["0.7", str(SAMPLE), "0.3", str(SAMPLE)], "split": "100,0,0", "recipe": recipe}

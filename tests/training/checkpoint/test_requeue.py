@@ -13,6 +13,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.checkpoint import storage
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses, rows
+from tests.weekly import also_weekly
 
 # Dropout is on, and the learning rate decays.
 COMMON: dict[str, Any] = {"save": "out", "train_iters": 8, "recipe": "fp8_delayed", "lr_decay_iters": 10}
@@ -32,8 +33,10 @@ STARTS: dict[str, tuple[dict[str, Any], int]] = {
     "finetune of save": ({"load": "out", "finetune": True}, 0),
 }
 
+EACH_TIME = ("fresh", "load, ckpt-step", "finetune", "load of save, no-load-optim", "pretrained")
 
-@pytest.mark.parametrize("name", STARTS)
+
+@pytest.mark.parametrize("name", also_weekly(STARTS, EACH_TIME))
 def test_every_start_goes_on_from_save(drive: Drive, checkpoints: Path, name: str) -> None:
     """Three starts of one iteration each are one of three, bit for bit."""
     start, begun = STARTS[name]

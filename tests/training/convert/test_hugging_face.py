@@ -35,6 +35,7 @@ from tests.training.convert.models import (
 )
 from tests.training.convert.reference import logits
 from tests.training.helpers import losses
+from tests.weekly import also_weekly
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": GPT,
@@ -149,7 +150,7 @@ STEPS = "4"
 CONTINUED = {"llama 3.1": LLAMA3, "qwen2": QWEN2, "qwen3": QWEN3, "mistral": LLAMA}
 
 
-@pytest.mark.parametrize("name", CONTINUED)
+@pytest.mark.parametrize("name", also_weekly(CONTINUED, ["llama 3.1", "qwen3"]))
 def test_models_of_others_train_on_under_fp8(drive: Drive, name: str) -> None:
     """From Hugging Face's folder under two recipes, and back there."""
     drive(arguments(CONTINUED[name] | {"train_iters": 1}, save="out"))

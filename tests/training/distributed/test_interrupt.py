@@ -19,6 +19,7 @@ from megatron_lowprec.training.evaluation import validation
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses, rows, torchrun
 from tests.waiting import PATIENCE, PATIENT_TORCHRUN, ended, wait_for
+from tests.weekly import also_weekly
 
 # Dropout is on: a resumed run must restore its random state.
 COMMON: dict[str, Any] = {"train_iters": 6, "eval_interval": 2, "eval_iters": 3, "lr_decay_iters": 10}
@@ -78,7 +79,7 @@ PLACES: dict[str, tuple[Any, str, int, int]] = {
 
 
 @pytest.mark.parametrize("number", subprocesses.SIGNALS, ids=lambda number: number.name)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", also_weekly(PLACES, ["step", "evaluation", "test"]))
 def test_a_signal_anywhere_saves_and_the_next_start_loses_nothing(
     drive: Drive,
     monkeypatch: pytest.MonkeyPatch,

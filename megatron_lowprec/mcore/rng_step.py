@@ -7,10 +7,21 @@ function and any state of Megatron-core's RNG tracker.
 
 from bisect import bisect_right
 from operator import itemgetter
+from typing import Protocol
 
 import torch
 
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
+
+
+class StepCounter(Protocol):
+    """Counts the steps of a loop that passes no number; the layers that draw have the count in their extra state."""
+
+    steps: int
+
+    def resume(self, steps: int) -> None:
+        """Continue behind ``steps`` steps; a step in progress ends without an update."""
+
 
 # (number of the next node, RNG step), ascending: the microbatches of this step begun so far
 _begun = [(0, RngStep(0, 0))]

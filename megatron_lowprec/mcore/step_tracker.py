@@ -50,7 +50,7 @@ class StepTracker:
 
     Attributes:
         recipe: the argument.
-        steps: steps ended so far. Set it after loading a checkpoint, except in Megatron-LM.
+        steps: steps begun so far, which ``load_state_dict`` of a layer that draws continues.
 
     Raises:
         UserError: outside of Megatron-LM the recipe changes the optimizer or the exchange of gradients; or its weights
@@ -103,6 +103,11 @@ class StepTracker:
         if updated and self._factor is not None:
             self._factor.end_step()
 
+    def resume(self, steps: int) -> None:
+        """Continue behind ``steps`` steps; a step in progress ends without an update."""
+        self._end(updated=False)
+        self.steps = steps
+
     def check(self, config: TransformerConfig) -> None:
         """Check that the layers can be built and their passes followed.
 
@@ -144,6 +149,9 @@ class StepTracker:
                 self.recipe.gradients, parallel_state.get_data_parallel_world_size()
             )
         bind_layer(self._runtime, layer)
+        for module in layer.modules():
+            if isinstance(module, LowPrecLinearMixin):
+                module.step_counter = self
         if self.recipe.fp8_weights:
             use_primary_weights([layer])
         if model not in self._models:
@@ -181,7 +189,7 @@ class StepTracker:
         if self._factor is not None:
             self._factor.forget()
         self._rescale_gradients()
-        self._step, self._microbatch = step, 0
+        self._step, self._microbatch, self.steps = step, 0, step + 1
         self._runtime.begin_step(step)
 
     def _begin_graphs(self) -> None:
@@ -221,7 +229,6 @@ class StepTracker:
         if self._step is None:
             return
         assert self._runtime is not None
-        self.steps = self._step + 1
         self._step = None
         if self._graphs is not None:
             self._graphs.end_step()

@@ -11,16 +11,18 @@ from typing import Protocol
 
 import torch
 
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
 
 
 class StepCounter(Protocol):
-    """Counts the steps of a loop that passes no number; the layers that draw have the count in their extra state."""
+    """Counts what a loop does that makes no calls; layers have the counts that they need in their extra state."""
 
-    steps: int
+    def counts(self, linear_gemms: LinearGemms) -> dict[str, torch.Tensor]:
+        """int64 scalars: ``steps`` begun, if the layer draws; ``microbatches`` of the last one, if they scale dy."""
 
-    def resume(self, steps: int) -> None:
-        """Continue behind ``steps`` steps; a step in progress ends without an update."""
+    def resume(self, state: dict[str, torch.Tensor]) -> None:
+        """Continue behind the counts in a layer's extra state; a step in progress ends without an update."""
 
 
 # (number of the next node, RNG step), ascending: the microbatches of this step begun so far

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_lowprec.comm.gradients import GradientFactor, rounded_sum_warnings
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.graphs.graph_support import asks_for_graphs, check_graphs
 from megatron_lowprec.mcore.graphs.layer_graphs import LayerGraphs
 from megatron_lowprec.mcore.layers.gpt_model import fuse_loss
@@ -103,10 +104,18 @@ class StepTracker:
         if updated and self._factor is not None:
             self._factor.end_step()
 
-    def resume(self, steps: int) -> None:
-        """Continue behind ``steps`` steps; a step in progress ends without an update."""
+    def counts(self, linear_gemms: LinearGemms) -> dict[str, torch.Tensor]:
+        """As ``StepCounter``."""
+        steps = {"steps": torch.tensor(self.steps)} if linear_gemms.recipe.random else {}
+        if not self._microbatches or "grad_output" not in linear_gemms.histories:
+            return steps
+        return {**steps, "microbatches": torch.tensor(self._microbatches)}
+
+    def resume(self, state: dict[str, torch.Tensor]) -> None:
+        """As ``StepCounter``."""
         self._end(updated=False)
-        self.steps = steps
+        self.steps = int(state.get("steps", self.steps))
+        self._microbatches = int(state.get("microbatches", self._microbatches))
 
     def check(self, config: TransformerConfig) -> None:
         """Check that the layers can be built and their passes followed.

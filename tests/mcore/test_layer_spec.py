@@ -125,8 +125,8 @@ class Loop:
         found = {name: weight.detach() for name, weight in self.model.named_parameters()}
         found |= {f"{name}.grad": weight.grad for name, weight in self.model.named_parameters()}
         for name, layer in self.model.named_modules():
-            histories = layer.get_extra_state() if "linear" in name else None
-            found |= {f"{name}.{key}": value for key, value in (histories or {}).items() if key != "steps"}
+            counts, histories = ("steps", "microbatches"), layer.get_extra_state() if "linear" in name else None
+            found |= {f"{name}.{key}": value for key, value in (histories or {}).items() if key not in counts}
         return {name: tensor.clone() for name, tensor in found.items()}
 
 
@@ -319,24 +319,28 @@ def as_in_megatron_lm(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Simp
 
 
 def test_gradients_histories_follow_the_number_of_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron-LM divides the loss by it, so half as many make the gradients twice as large."""
+    """Megatron-LM divides the loss by it, so half as many make the gradients twice as large. Also behind a resume."""
     from megatron_lowprec.mcore import step_tracker
 
     args = as_in_megatron_lm(monkeypatch, curr_iteration=0)
     found = []
-    for later in (MICROBATCHES, MICROBATCHES / 2):
+    for later, resumes in ((MICROBATCHES, False), (MICROBATCHES / 2, False), (MICROBATCHES / 2, True)):
         count = [MICROBATCHES, later]
         monkeypatch.setattr(step_tracker, "get_num_microbatches", lambda count=count: count[args.curr_iteration])
         loop = Loop(tracked("fp8_delayed"))
         for args.curr_iteration in range(2):
+            if args.curr_iteration and resumes:
+                saved, loop = loop.model.state_dict(), Loop(tracked("fp8_delayed"))
+                loop.model.load_state_dict(saved)
             loop.run()
         fc1 = loop.model.decoder.layers[0].mlp.linear_fc1.get_extra_state()
         found.append({name: fc1[name] for name in ("input", "grad_output")})
         args.curr_iteration = 0
-    same, halved = found
-    assert torch.equal(same["input"], halved["input"])
-    # the first step's entry; the second step's has its own gradients
-    assert halved["grad_output"][2] == 2 * same["grad_output"][2] > 0
+    same, *others = found
+    for halved in others:
+        assert torch.equal(same["input"], halved["input"])
+        # the first step's entry; the second step's has its own gradients
+        assert halved["grad_output"][2] == 2 * same["grad_output"][2] > 0
 
 
 def test_an_own_loop_with_megatron_lm_s_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

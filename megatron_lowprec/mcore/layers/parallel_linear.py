@@ -285,26 +285,22 @@ class LowPrecLinearMixin:
         return None
 
     def get_extra_state(self) -> dict[str, torch.Tensor] | None:
-        """State of the recipe on the CPU, None without.
-
-        Amax histories of delayed scaling, operand -> fp32 [length + 1], and of a layer that draws "steps", int64: the
-        steps of ``step_counter``.
-        """
+        """Amax histories, operand -> fp32 [length + 1], and counts of ``step_counter``, on the CPU; None without."""
         if self.linear_gemms is None:
             return None
-        state = {tensor: history.state(slot).cpu() for tensor, (history, slot) in self.linear_gemms.histories.items()}
-        if self.step_counter is not None and self.linear_gemms.recipe.random:
-            state["steps"] = torch.tensor(self.step_counter.steps)
-        return state or None
+        state = {operand: history.state(slot).cpu() for operand, (history, slot) in self.linear_gemms.histories.items()}
+        counts = {} if self.step_counter is None else self.step_counter.counts(self.linear_gemms)
+        return state | counts or None
 
     def set_extra_state(self, state: dict[str, torch.Tensor] | None) -> None:
         """Load ``get_extra_state``'s result; histories that it lacks start anew, others are dropped."""
-        histories = self.linear_gemms.histories if self.linear_gemms is not None else {}
-        for operand, (history, slot) in histories.items():
-            if isinstance(state, dict) and operand in state:
+        if self.linear_gemms is None or not isinstance(state, dict):
+            return
+        for operand, (history, slot) in self.linear_gemms.histories.items():
+            if operand in state:
                 history.load_state(slot, state[operand])
-        if self.step_counter is not None and isinstance(state, dict) and "steps" in state:
-            self.step_counter.resume(int(state["steps"]))
+        if self.step_counter is not None:
+            self.step_counter.resume(state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # the driver's checkpoints hold histories as tensors

@@ -221,15 +221,13 @@ def test_steps_continue_where_a_loaded_checkpoint_says(tells: bool) -> None:
     linears = [key for key in saved if key.endswith("_extra_state") and ".linear_" in key]
     assert [int(saved[key]["steps"]) for key in linears] == [2] * 4 * LAYERS
     assert all(sharded[key].data["steps"] == 2 for key in linears)
-    for _ in range(3):
-        resumed.backward(0)
-        resumed.optimizer.step()
+    tracker = resumed.model.decoder.layers[0].tracker
+    tracker.steps = 9
     resumed.backward(0)
-    resumed.losses.clear()
     if tells:
         saved |= dict.fromkeys(linears)
         resumed.optimizer.step()  # which ends the step
-        resumed.model.decoder.layers[0].tracker.steps = 2
+        tracker.steps = 2
     resumed.model.load_state_dict(saved)
     for loop in (whole, resumed):
         loop.run()

@@ -43,6 +43,7 @@ MAY_IMPORT = {
     },  # reads only torch-free modules of training
     "kernels": {"files", "formats", "scaling"},
     "quantization": {"errors", "formats", "kernels", "recipe", "scaling"},
+    "three_gemms": {"formats", "kernels", "quantization", "recipe"},
     "optimizer": {"kernels", "recipe"},
     "comm": {"formats", "kernels", "recipe"},
     "linear": {"errors", "files", "formats", "kernels", "recipe", "quantization", "scaling", "comm"},

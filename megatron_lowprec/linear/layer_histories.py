@@ -180,7 +180,7 @@ class LayerGroup:
         distributed: False for layers of this process only.
 
     Attributes:
-        pending: whether a pass in training has run since the last step.
+        pending: whether a pass in training may have run since the last step; always, once a CUDA graph holds one.
         loaded: whether ``load_state_dict`` has run since the last pass in training; None at first.
     """
 
@@ -191,7 +191,7 @@ class LayerGroup:
     def _begin(self) -> None:
         self.loaded: bool | None = None
         self._layers: list[weakref.ref[Any]] = []
-        self.pending = self._deferred = False
+        self.pending = self._deferred = self._captured = False
         self._said: set[str] = set()
         _groups.append(weakref.ref(self))
         _follow_optimizers()
@@ -222,7 +222,7 @@ class LayerGroup:
         self.catch_up()
         if training:
             self._synchronize()
-            self.pending = True
+            self.pending, self._captured = True, self._captured or capturing()
 
     def follows(self, parameters: set[int]) -> bool:
         """Whether an optimizer with parameters of these ``id`` ends the step."""
@@ -252,7 +252,7 @@ class LayerGroup:
 
     def end_step(self) -> None:
         """Update all histories, with the maximum over the ranks; collective if these are several."""
-        self.pending = self._deferred = False
+        self.pending, self._deferred = self._captured, False
         histories = [layer.histories for layer in self.layers]
         specs = [spec for one in histories for spec in one.specs]
         if specs and self._spans_ranks:

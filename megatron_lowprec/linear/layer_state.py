@@ -12,10 +12,12 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.layer_histories import LayerGroup, LayerHistories
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.amax_history import AMAX, empty_histories, load_histories
+from megatron_lowprec.quantization.device_rng_step import capturing
 from megatron_lowprec.quantization.forward_pass import PassCounter, is_training_pass
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
 
@@ -61,6 +63,11 @@ class StatefulLayer(nn.Module):
             self.group.begin_pass(training)
             self.histories.begin_pass(self.weight, training)
         if linear_gemms.recipe.random:
+            if capturing():
+                raise UserError(
+                    f"recipe {linear_gemms.recipe.name} draws by the number of a layer's passes, which replays of a "
+                    f"CUDA graph would repeat: leave its layers out of the graph"
+                )
             self.rng_step = RngStep(self.passes.number(training), 0)
         if not linear_gemms.histories:
             return linear_gemms

@@ -7,10 +7,23 @@ function and any state of Megatron-core's RNG tracker.
 
 from bisect import bisect_right
 from operator import itemgetter
+from typing import Protocol
 
 import torch
 
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
+
+
+class StepCounter(Protocol):
+    """Counts what a loop does that makes no calls; layers have the counts that they need in their extra state."""
+
+    def counts(self, linear_gemms: LinearGemms) -> dict[str, torch.Tensor]:
+        """int64 scalars: ``steps`` begun, if the layer draws; ``microbatches`` of the last one, if they scale dy."""
+
+    def resume(self, state: dict[str, torch.Tensor]) -> None:
+        """Continue behind the counts in a layer's extra state; a step in progress ends without an update."""
+
 
 # (number of the next node, RNG step), ascending: the microbatches of this step begun so far
 _begun = [(0, RngStep(0, 0))]

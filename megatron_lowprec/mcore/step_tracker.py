@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_lowprec.comm.gradients import GradientFactor, rounded_sum_warnings
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.graphs.graph_support import asks_for_graphs, check_graphs
 from megatron_lowprec.mcore.graphs.layer_graphs import LayerGraphs
 from megatron_lowprec.mcore.layers.gpt_model import fuse_loss
@@ -50,7 +51,7 @@ class StepTracker:
 
     Attributes:
         recipe: the argument.
-        steps: steps ended so far. Set it after loading a checkpoint, except in Megatron-LM.
+        steps: steps begun so far, which ``load_state_dict`` of a layer that draws continues.
 
     Raises:
         UserError: outside of Megatron-LM the recipe changes the optimizer or the exchange of gradients; or its weights
@@ -103,6 +104,19 @@ class StepTracker:
         if updated and self._factor is not None:
             self._factor.end_step()
 
+    def counts(self, linear_gemms: LinearGemms) -> dict[str, torch.Tensor]:
+        """As ``StepCounter``."""
+        steps = {"steps": torch.tensor(self.steps)} if linear_gemms.recipe.random else {}
+        if not self._microbatches or "grad_output" not in linear_gemms.histories:
+            return steps
+        return {**steps, "microbatches": torch.tensor(self._microbatches)}
+
+    def resume(self, state: dict[str, torch.Tensor]) -> None:
+        """As ``StepCounter``."""
+        self._end(updated=False)
+        self.steps = int(state.get("steps", self.steps))
+        self._microbatches = int(state.get("microbatches", self._microbatches))
+
     def check(self, config: TransformerConfig) -> None:
         """Check that the layers can be built and their passes followed.
 
@@ -144,6 +158,9 @@ class StepTracker:
                 self.recipe.gradients, parallel_state.get_data_parallel_world_size()
             )
         bind_layer(self._runtime, layer)
+        for module in layer.modules():
+            if isinstance(module, LowPrecLinearMixin):
+                module.step_counter = self
         if self.recipe.fp8_weights:
             use_primary_weights([layer])
         if model not in self._models:
@@ -181,7 +198,7 @@ class StepTracker:
         if self._factor is not None:
             self._factor.forget()
         self._rescale_gradients()
-        self._step, self._microbatch = step, 0
+        self._step, self._microbatch, self.steps = step, 0, step + 1
         self._runtime.begin_step(step)
 
     def _begin_graphs(self) -> None:
@@ -221,7 +238,6 @@ class StepTracker:
         if self._step is None:
             return
         assert self._runtime is not None
-        self.steps = self._step + 1
         self._step = None
         if self._graphs is not None:
             self._graphs.end_step()

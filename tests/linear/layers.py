@@ -1,18 +1,13 @@
-"""Layers of every recipe, a step of one, and an explicit recomputation of its three products."""
+"""Layers of every recipe, a step of one, and its three products in plain torch."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import pad
 
-from megatron_lowprec import LowPrecLinear, QuantSpec, RandomStream, Recipe, get_recipe, quantize, recipes
-from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
-from megatron_lowprec.kernels.quantize.reference import decode
-from megatron_lowprec.quantization.random_stream import RngStep, stream_key
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS
-from tests.kernels.exact import nearest
+from megatron_lowprec import LowPrecLinear, Recipe, get_recipe, recipes
+from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.three_gemms import Draws, three_gemms
 
 # the levels of FP8-LM have the GEMMs of fp8_lm, deepseek_v3 those of fp8_blockwise
 NAMES = [name for name in recipes() if not name.startswith("fp8_lm_") and name != "deepseek_v3"]
@@ -24,6 +19,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 T, IN, OUT = 100, 128, 256  # tokens are no multiple of any block
 SEED, LAYER, NAME = 7, 3, "mlp.linear_fc1"
+_FIRST = RngStep(0, 0)
 
 
 def layer_of(name: str, dtype: torch.dtype = torch.float32, seed: int = SEED) -> LowPrecLinear:
@@ -48,38 +44,16 @@ def step(layer: LowPrecLinear, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch
     return y.detach(), x.grad, layer.weight.grad
 
 
-def exact_operand(
-    matrix: torch.Tensor, spec: QuantSpec | None, rng_step: RngStep, gemm: str, operand: str, amax: float
-) -> torch.Tensor:
-    """float64 values that an operand's codes and scales stand for."""
-    if spec is None:
-        return matrix.double()
-    if spec.scaling == "delayed":
-        scale = torch.tensor(FORMATS[spec.format].max) / torch.tensor(amax) if amax else torch.tensor(1.0)
-        elements = nearest(matrix.float() * scale, FORMATS[spec.format], "nearest_even")
-        return elements * (torch.ones(()) / scale).double()
-    key = stream_key(SEED, "rounding", layer=LAYER, linear=NAME, gemm=gemm, operand=operand)
-    q = quantize(matrix, spec, random=RandomStream(key, rng_step))
-    scale = q.decode_scale
-    tile = {"tensor": tuple(matrix.shape), "row": (1, matrix.shape[1])}.get(spec.granularity) or spec.block
-    assert tile is not None
-    rows, columns = (torch.arange(size) // part for size, part in zip(matrix.shape, tile, strict=True))
-    return decode(q.codes, q.format).double() * scale.double()[rows][:, columns] / spec.headroom
-
-
-def recompute(
-    recipe: Recipe, gemm: str, a: torch.Tensor, b: torch.Tensor, rng_step: RngStep, amaxes: dict[str, float]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64 product of the quantized operands, and the sum of magnitudes that bounds its fp32 roundoff."""
-    spec = getattr(recipe, gemm)
-    if spec.hadamard is not None:
-        key = stream_key(SEED, "sign", layer=LAYER, linear=NAME, gemm=gemm)
-        signs = RandomStream(key, rng_step).signs(spec.hadamard.block, a.device)
-        a, b = (hadamard_transform(pad(m.float(), (0, -m.shape[1] % spec.hadamard.block)), signs) for m in (a, b))
-    first, second = GEMM_OPERANDS[gemm]
-    a64 = exact_operand(a, getattr(spec, first), rng_step, gemm, first, amaxes.get(first, 0.0))
-    b64 = exact_operand(b, getattr(spec, second), rng_step, gemm, second, amaxes.get(second, 0.0))
-    return a64 @ b64.t(), a64.abs() @ b64.abs().t()
+def oracle(
+    recipe: Recipe,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    dy: torch.Tensor,
+    rng_step: RngStep = _FIRST,
+    amaxes: dict[str, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, dx, dw of ``layer_of`` by ``three_gemms``: equal bits on a CPU, which sums in the same order."""
+    return three_gemms(recipe, x, w, dy, Draws(SEED, LAYER, NAME, rng_step), amaxes or {})
 
 
 def assert_is(got: torch.Tensor, want: tuple[torch.Tensor, torch.Tensor], contracted: int) -> None:

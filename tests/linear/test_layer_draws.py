@@ -9,11 +9,12 @@ import torch
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lowprec import LowPrecLinear, Recipe
+from megatron_lowprec import LowPrecLinear, Recipe, UserError
+from megatron_lowprec.linear import layer_state
 from megatron_lowprec.quantization.random_stream import in_backward_pass
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
-from tests.linear.layers import IN, OUT, RANDOM, SEED, all_recipes, layer_of, step, tensors
+from tests.linear.layers import IN, OUT, RANDOM, SEED, T, all_recipes, layer_of, step, tensors
 
 
 @all_recipes
@@ -103,6 +104,16 @@ def test_frozen_weight_draws_anew_in_each_microbatch(generator: torch.Generator)
         layer(each).backward(dy)
         gradients.append(each.grad)
     assert not torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_draws_in_a_cuda_graph_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replay would repeat them."""
+    monkeypatch.setattr(layer_state, "capturing", lambda: True)
+    with pytest.raises(
+        UserError, match=f"{name} draws by the number of a layer's passes, which replays of a CUDA graph would repeat"
+    ):
+        layer_of(name)(torch.zeros(T, IN))
 
 
 # ---- activation recomputation by torch

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lowprec import LowPrecLinear, convert, get_recipe
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.linear import layer_histories
 from megatron_lowprec.linear.convert import plain_state_dict
 from megatron_lowprec.linear.lowprec_linear import end_step
 from megatron_lowprec.recipe.coverage import with_current_scales
@@ -138,6 +139,20 @@ def test_histories_that_move_each_microbatch_follow_the_forward_passes() -> None
     ]
     assert amaxes[0]["input"] == 10.0
     assert set(amaxes[1].values()) == {0.0}
+
+
+def test_replays_of_a_cuda_graph_are_steps(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
+    """They record amaxes without a call of the layer; so each step of the optimizer ends one."""
+    layer, (x, dy) = layer_of("fp8_delayed"), tensors(torch.float32, generator)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    with monkeypatch.context() as capture:
+        capture.setattr(layer_histories, "capturing", lambda: True)
+        step(layer, x, dy)
+    history, slot = layer.linear_gemms.histories["input"]
+    for amax in (20.0, 30.0):
+        history.newest[slot] = amax
+        optimizer.step()
+    assert layer.amax.input[:4].tolist() == [30.0, 30.0, 20.0, 0.0]
 
 
 # ---- recorded in training only, whether or not something needs a gradient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -124,8 +125,8 @@ class Loop:
         found = {name: weight.detach() for name, weight in self.model.named_parameters()}
         found |= {f"{name}.grad": weight.grad for name, weight in self.model.named_parameters()}
         for name, layer in self.model.named_modules():
-            histories = layer.get_extra_state() if "linear" in name else None
-            found |= {f"{name}.{operand}": history for operand, history in (histories or {}).items()}
+            counts, histories = ("steps", "microbatches"), layer.get_extra_state() if "linear" in name else None
+            found |= {f"{name}.{key}": value for key, value in (histories or {}).items() if key not in counts}
         return {name: tensor.clone() for name, tensor in found.items()}
 
 
@@ -210,15 +211,27 @@ def test_the_step_after_a_skipped_update_has_draws_of_its_own(recipe: str, draws
     assert any(not torch.equal(second[name], first[name]) for name in first) == draws
 
 
-def test_steps_continue_where_a_loaded_checkpoint_says() -> None:
-    whole = Loop(tracked("mxfp4_rht_sr"))
+@pytest.mark.parametrize("tells", [False, True])
+def test_steps_continue_where_a_loaded_checkpoint_says(tells: bool) -> None:
+    """Behind a skipped update, in a process that has gone on; of earlier checkpoints, without steps, the loop tells."""
+    whole, resumed = Loop(tracked("mxfp4_rht_sr")), Loop(tracked("mxfp4_rht_sr"))
     whole.run()
-    resumed = Loop(tracked("mxfp4_rht_sr"))
-    resumed.model.load_state_dict(whole.model.state_dict())
-    resumed.model.decoder.layers[0].tracker.steps = 1
+    whole.run(update=False)
+    saved, sharded = copy.deepcopy(whole.model.state_dict()), whole.model.sharded_state_dict()
+    linears = [key for key in saved if key.endswith("_extra_state") and ".linear_" in key]
+    assert [int(saved[key]["steps"]) for key in linears] == [2] * 4 * LAYERS
+    assert all(sharded[key].data["steps"] == 2 for key in linears)
+    tracker = resumed.model.decoder.layers[0].tracker
+    tracker.steps = 9
+    resumed.backward(0)
+    if tells:
+        saved |= dict.fromkeys(linears)
+        resumed.optimizer.step()  # which ends the step
+        tracker.steps = 2
+    resumed.model.load_state_dict(saved)
     for loop in (whole, resumed):
         loop.run()
-    assert_same(resumed, (whole.losses[MICROBATCHES:], whole.state()))
+    assert_same(resumed, (whole.losses[2 * MICROBATCHES :], whole.state()))
 
 
 def test_two_models_in_one_process_do_not_disturb_each_other() -> None:
@@ -304,24 +317,28 @@ def as_in_megatron_lm(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Simp
 
 
 def test_gradients_histories_follow_the_number_of_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron-LM divides the loss by it, so half as many make the gradients twice as large."""
+    """Megatron-LM divides the loss by it, so half as many make the gradients twice as large. Also behind a resume."""
     from megatron_lowprec.mcore import step_tracker
 
     args = as_in_megatron_lm(monkeypatch, curr_iteration=0)
     found = []
-    for later in (MICROBATCHES, MICROBATCHES / 2):
+    for later, resumes in ((MICROBATCHES, False), (MICROBATCHES / 2, False), (MICROBATCHES / 2, True)):
         count = [MICROBATCHES, later]
         monkeypatch.setattr(step_tracker, "get_num_microbatches", lambda count=count: count[args.curr_iteration])
         loop = Loop(tracked("fp8_delayed"))
         for args.curr_iteration in range(2):
+            if args.curr_iteration and resumes:
+                saved, loop = loop.model.state_dict(), Loop(tracked("fp8_delayed"))
+                loop.model.load_state_dict(saved)
             loop.run()
         fc1 = loop.model.decoder.layers[0].mlp.linear_fc1.get_extra_state()
         found.append({name: fc1[name] for name in ("input", "grad_output")})
         args.curr_iteration = 0
-    same, halved = found
-    assert torch.equal(same["input"], halved["input"])
-    # the first step's entry; the second step's has its own gradients
-    assert halved["grad_output"][2] == 2 * same["grad_output"][2] > 0
+    same, *others = found
+    for halved in others:
+        assert torch.equal(same["input"], halved["input"])
+        # the first step's entry; the second step's has its own gradients
+        assert halved["grad_output"][2] == 2 * same["grad_output"][2] > 0
 
 
 def test_an_own_loop_with_megatron_lm_s_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.collectives import gather_codes, gather_sequence, scatter_sequence
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_cache, attached_input, cached_amax
 from megatron_lowprec.mcore.optim.stored_gradient import writable_main_grad
-from megatron_lowprec.mcore.rng_step import current_rng_step
+from megatron_lowprec.mcore.rng_step import StepCounter, current_rng_step
 from megatron_lowprec.quantization.amax_history import empty_histories, load_histories
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
@@ -207,6 +207,7 @@ class LowPrecLinearMixin:
     config: TransformerConfig
     sequence_parallel: bool
     linear_gemms: LinearGemms | None = None
+    step_counter: StepCounter | None = None
     accumulates_in_fp32 = True
     channel: GradOutputChannel | None = None  # of the call in progress
 
@@ -284,16 +285,22 @@ class LowPrecLinearMixin:
         return None
 
     def get_extra_state(self) -> dict[str, torch.Tensor] | None:
-        """Amax histories of delayed scaling, operand -> fp32 [length + 1] on the CPU; None without."""
-        histories = self.linear_gemms.histories if self.linear_gemms is not None else {}
-        return {operand: history.state(slot).cpu() for operand, (history, slot) in histories.items()} or None
+        """Amax histories, operand -> fp32 [length + 1], and counts of ``step_counter``, on the CPU; None without."""
+        if self.linear_gemms is None:
+            return None
+        state = {operand: history.state(slot).cpu() for operand, (history, slot) in self.linear_gemms.histories.items()}
+        counts = {} if self.step_counter is None else self.step_counter.counts(self.linear_gemms)
+        return state | counts or None
 
     def set_extra_state(self, state: dict[str, torch.Tensor] | None) -> None:
         """Load ``get_extra_state``'s result; histories that it lacks start anew, others are dropped."""
-        histories = self.linear_gemms.histories if self.linear_gemms is not None else {}
-        for operand, (history, slot) in histories.items():
-            if isinstance(state, dict) and operand in state:
+        if self.linear_gemms is None or not isinstance(state, dict):
+            return
+        for operand, (history, slot) in self.linear_gemms.histories.items():
+            if operand in state:
                 history.load_state(slot, state[operand])
+        if self.step_counter is not None:
+            self.step_counter.resume(state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # the driver's checkpoints hold histories as tensors

@@ -21,7 +21,7 @@ PAPER = 3.0  # percent
 CASES: dict[str, QuantSpec] = {
     "MXFP4, floor": MXFP4,
     "MXFP4, floor, times 3/4": replace(MXFP4, headroom=0.75),
-    "MXFP4, round_up": replace(MXFP4, scale_rule="round_up"),
+    "MXFP4, round_up": QuantSpec("e2m1", "1x32", "e8m0", "round_up"),
     "MXFP8, floor": MXFP8_OCP,
 }
 

@@ -11,6 +11,7 @@ from megatron_lowprec.kernels.quantize.reference import decode, round_to_format
 from megatron_lowprec.lab.dot_products import NVFP4, NVFP4_SR, Scheme, energy_snr, quantized_vectors
 from megatron_lowprec.lab.experiment import Lab, Result, Table
 from megatron_lowprec.lab.lab_figures import Panel, line_panels
+from megatron_lowprec.recipe.quant_spec import QuantSpec
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
 from megatron_lowprec.text_tables import Column, Row
 
@@ -34,7 +35,7 @@ BLOCK_FORMATS: dict[str, tuple[Scheme, float, float | None, float | None]] = {
     "NVFP4": (NVFP4, 4.5, None, None),
     "NVFP4, SR": (NVFP4_SR, 4.5, None, 0.993),
     "MXFP4, floor": (Scheme(MXFP4), 4.25, 18.79, 0.9804),
-    "MXFP4, round_up": (Scheme(replace(MXFP4, scale_rule="round_up")), 4.25, 18.76, None),
+    "MXFP4, round_up": (Scheme(QuantSpec("e2m1", "1x32", "e8m0", "round_up")), 4.25, 18.76, None),
     "MXFP4, SR": (Scheme(MXFP4_SR), 4.25, 15.50, 0.99997),
 }
 

@@ -53,7 +53,7 @@ def run(lab: Lab) -> Result:
     for name, base in SPECS.items():
         lines = {}
         for rule in scale_rules("e8m0"):
-            spec = replace(base, scale_rule=rule)
+            spec = replace(base, scale=replace(base.scale, rule=rule))
             found = {**tensor_row(operand, spec), **_products(lab, spec, products, length)}
             rows.append({"format": name, "rule": rule, **found, "before": MEASURED_BEFORE.get((name, rule))})
             rows[-1]["standard"] = tensor_row(standard, spec)["snr"]

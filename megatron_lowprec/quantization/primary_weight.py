@@ -118,7 +118,7 @@ class Fp8Weight(torch.Tensor):
         quantized = QuantizedTensor(self.shape, self.dtype, self.spec)
         if not codes:
             # as EmulatedGemms: scales that are powers of two are multiplied into the data
-            in_data = self.spec.power_of_two_scale and not on_grid
+            in_data = quantized.folded = self.spec.power_of_two_scale and not on_grid
             plain = self._scaled(elements) if in_data else elements.to(self.dtype)
             kept = None if in_data else scale
             if columnwise:

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from megatron_lowprec.formats import E8M0_NAN, FORMATS, Format
+from megatron_lowprec.formats import E8M0_NAN, ELEMENT_FORMATS, FORMATS, Format
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.quantize.reference import (
     block_amax,
@@ -20,7 +20,7 @@ from megatron_lowprec.kernels.quantize.reference import (
 from megatron_lowprec.scaling import scale_rules
 from tests.kernels.exact import ceil_log2, floor_log2, nearest, to_fp32
 
-all_formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+all_formats = pytest.mark.parametrize("fmt", ELEMENT_FORMATS.values(), ids=ELEMENT_FORMATS)
 FLT_MAX = 3.4028234663852886e38
 TILES = [(1, 32), (1, 128), (128, 128), (32, 32), (2, 3)]
 
@@ -276,7 +276,7 @@ def test_hadamard_comes_before_scales_and_headroom_after(generator: torch.Genera
 
 
 @pytest.mark.parametrize("scale", [("e8m0", "floor"), ("e8m0", "round_up"), ("fp32", "amax_pow2")])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ELEMENT_FORMATS)
 def test_dequantized_bf16_is_exact_with_powers_of_two(
     name: str, scale: tuple[str, str], generator: torch.Generator
 ) -> None:

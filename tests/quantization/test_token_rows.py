@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.formats import ELEMENT_FORMATS
 from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.token_rows import pack_rows, split_rows, unpack_rows
@@ -17,7 +17,7 @@ SPECS = [
     FP8_1X128,
     FP8_ROW,
     replace(FP8_1X128, scale_rule="amax_pow2"),
-    *(replace(MXFP8, format=name) for name, fmt in FORMATS.items() if fmt.bits <= 8 and fmt.name != "e8m0"),
+    *(replace(MXFP8, format=name) for name, fmt in ELEMENT_FORMATS.items() if fmt.bits <= 8),
 ]
 
 

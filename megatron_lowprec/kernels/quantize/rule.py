@@ -20,7 +20,7 @@ def converts_fp8(device: torch.device) -> bool:
 
 def rules_that(attribute: str) -> int:
     """Bit set of the E8M0 rules with an attribute of ``ScaleRule``, by the rules' numbers."""
-    rows = [row for row in SCALE_RULES.values() if row.scale_format == "e8m0"]
+    rows = [row for row in SCALE_RULES.values() if "e8m0" in row.scale_formats]
     return sum(1 << row.number for row in rows if getattr(row, attribute))
 
 

@@ -40,7 +40,11 @@ def e8m0(amax, MX: tl.constexpr):
         number = tl.div_rn(amax, tl.full(amax.shape, MX.MAX, tl.float32))
     bits = number.to(tl.int32, bitcast=True)
     if (_ROUNDS_AMAX >> MX.RULE) & 1:
-        bits += 1 << (22 - MX.MANTISSA)
+        HALF: tl.constexpr = 1 << (22 - MX.MANTISSA)
+        if MX.MAX_EXPONENT > 0:
+            bits += HALF
+        else:  # a subnormal amax can leave byte 0
+            bits += tl.where(bits < 0x800000, HALF // 2, HALF)
     byte = bits >> 23
     if (_ROUNDS_UP >> MX.RULE) & 1:
         byte += ((bits & 0x7FFFFF) > tl.where(byte == 0, 0x400000, 0)).to(tl.int32)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_lowprec.formats import E8M0_BIAS, E8M0_NAN, FORMATS, Format
+from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.quantize.reference import (
-    DTYPES,
     decode,
     e8m0_decode_scale,
     e8m0_encode_scale,

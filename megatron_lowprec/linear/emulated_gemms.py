@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.dispatch import add_bias_, fuses_mx, load
+from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
 from megatron_lowprec.kernels.gemm.reference import Product, gemm
 from megatron_lowprec.kernels.philox.key import Key
-from megatron_lowprec.kernels.quantize.reference import DTYPES, block_amax, scale_blocks
+from megatron_lowprec.kernels.quantize.reference import block_amax, scale_blocks
 from megatron_lowprec.kernels.quantize.rule import Direction
 from megatron_lowprec.linear.backend import gemm_operands
 from megatron_lowprec.linear.layer_tensors import in_memory
@@ -103,20 +105,20 @@ class EmulatedGemms:
             history, slot = self._amax.histories[tensor]
             history.update_amax(slot, block_amax(matrix, (matrix.shape[0], matrix.shape[1])))
         if spec.source == "fprop":
-            return self._quantize_again(name, tensor, matrix, rng_step, rowwise=rowwise), None
-        return self._quantize(name, tensor, matrix, rng_step, rowwise, columnwise, codes), None
+            again = self._of_fprop(tensor, matrix, rng_step)
+            made, data = (
+                self._quantize(name, tensor, again, rng_step, rowwise),
+                f"{'row' if rowwise else 'column'}wise_data",
+            )
+            return replace(made, dtype=matrix.dtype, **{data: getattr(made, data).to(matrix.dtype)}), None
+        return self._quantize(name, tensor, matrix, rng_step, rowwise, columnwise, codes=codes), None
 
-    def _quantize_again(
-        self, name: str, tensor: str, matrix: torch.Tensor, rng_step: RngStep, *, rowwise: bool
-    ) -> QuantizedTensor:
-        """One direction of the dequantized operand of fprop, which is computed again from the original matrix."""
-        of_fprop = self._quantize("fprop", tensor, matrix, rng_step, True, False, False).dequantize()
-        made = self._quantize(name, tensor, of_fprop, rng_step, rowwise, not rowwise, False)
-        for direction in ("rowwise_data", "columnwise_data"):
-            data = getattr(made, direction)
-            setattr(made, direction, None if data is None else data.to(matrix.dtype))
-        made.dtype = matrix.dtype
-        return made
+    def _of_fprop(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
+        """fp32 values of fprop's operand. Beside a tensor scale they are dequantized from codes: one rounding less."""
+        spec = self.specs["fprop", tensor]
+        assert spec is not None
+        codes = spec.tensor_scale is not None
+        return self._quantize("fprop", tensor, matrix, rng_step, True, codes=codes).dequantize()
 
     def _quantize(
         self,
@@ -125,8 +127,9 @@ class EmulatedGemms:
         matrix: torch.Tensor,
         rng_step: RngStep,
         rowwise: bool,
-        columnwise: bool,
-        codes: bool,
+        columnwise: bool = False,
+        *,
+        codes: bool = False,
     ) -> QuantizedTensor:
         """A matrix as it is, quantized for a GEMM."""
         spec, transform = self.specs[name, tensor], self.transform(name, rng_step)
@@ -225,7 +228,7 @@ class EmulatedGemms:
         spec, transform = self.specs[name, tensor], self.transform(name, rng_step)
         assert spec is not None
         if spec.source == "fprop":
-            matrix = self._quantize("fprop", tensor, matrix, rng_step, True, False, False).dequantize()
+            matrix = self._of_fprop(tensor, matrix, rng_step)
         operand = matrix.t() if name == SIDES[tensor][1] else matrix
         if fuses_mx(operand, spec.block, spec.scale_format, transform.block if transform else 1):
             source, arguments = self._mx_arguments(name, tensor, operand, rng_step)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import multi_tensor_cast_, partial_cast_, transpose_codes
-from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES
+from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.partial_cast.reference import Shard
 from megatron_lowprec.kernels.quantize.reference import block_amax, fp32_encode_scale, scale_blocks
 from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes

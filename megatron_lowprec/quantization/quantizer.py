@@ -83,7 +83,9 @@ def quantize(
 @lru_cache(maxsize=64)
 def mx_rule(spec: QuantSpec) -> MxRule:
     """The ``MxRule`` of a spec, for the fused MX kernel."""
-    return MxRule(FORMATS[spec.format], spec.scale_rule, spec.rounding, spec.random_bits, spec.headroom)
+    assert spec.block is not None
+    fmt, block = FORMATS[spec.format], spec.block[1]
+    return MxRule(fmt, spec.scale_rule, spec.rounding, spec.random_bits, spec.headroom, block)
 
 
 def _quantize_by_kernel(

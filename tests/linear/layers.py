@@ -74,7 +74,9 @@ def recompute(
     spec = getattr(recipe, gemm)
     if spec.hadamard is not None:
         key = stream_key(SEED, "sign", layer=LAYER, linear=NAME, gemm=gemm)
-        signs = RandomStream(key, rng_step).signs(spec.hadamard.block, a.device)
+        fixed = spec.hadamard.fixed_signs
+        drawn = RandomStream(key, rng_step).signs(spec.hadamard.block, a.device)
+        signs = drawn if fixed is None else torch.tensor(fixed, dtype=torch.float32)
         a, b = (hadamard_transform(pad(m.float(), (0, -m.shape[1] % spec.hadamard.block)), signs) for m in (a, b))
     first, second = GEMM_OPERANDS[gemm]
     a64 = exact_operand(a, getattr(spec, first), rng_step, gemm, first, amaxes.get(first, 0.0))

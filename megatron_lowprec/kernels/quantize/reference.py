@@ -24,9 +24,6 @@ _HALF_OF_MIN_NORMAL = 0x00400000  # bits of 2^-127, subnormal in fp32 but a vali
 _NAN = 0x7FC00000
 _FP32_MAX = torch.finfo(torch.float32).max
 
-DTYPES = {fmt.name: getattr(torch, fmt.dtype) for fmt in FORMATS.values() if fmt.dtype}
-"""Format -> torch's dtype of its codes, where torch has one."""
-
 Uniform = Callable[[slice], torch.Tensor]
 """Row slice of the operand -> fp32 draws u of stochastic rounding, [rows, K], in [0, 1)."""
 

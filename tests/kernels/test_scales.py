@@ -152,7 +152,7 @@ def test_amax_floor_applies_before_the_division(floor: float) -> None:
 @pytest.mark.parametrize("rule", scale_rules("e4m3"))
 @pytest.mark.parametrize("scale_fmt", CODED_SCALE_FORMATS)
 def test_coded_scale_is_exact(rule: str, scale_fmt: str, generator: torch.Generator) -> None:
-    """Each operation rounded to fp32, the order of TransformerEngine or torchao, and the value to the scale's format."""
+    """Each operation is rounded to fp32, in the order of TransformerEngine or torchao, and the value to its format."""
     fmt, codes = FORMATS["e2m1"], FORMATS[scale_fmt]
     amax = torch.cat((torch.rand(200, generator=generator).exp2(), torch.logspace(-9, 0, 100), torch.zeros(1)))
     whole, target = amax.max().view(1, 1), 2688.0

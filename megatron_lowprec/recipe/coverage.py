@@ -321,7 +321,7 @@ def indivisible(
             wants[contracted, gemm.hadamard.block] = f"hadamard block {gemm.hadamard.block}"
         for operand in GEMM_OPERANDS[gemm_name]:
             quant = getattr(gemm, operand)
-            if quant is not None and quant.rounding == "stochastic":
+            if quant is not None and quant.random:
                 wants[contracted, VALUES_PER_DRAW] = (
                     f"{operand} rounded stochastically, {VALUES_PER_DRAW} values a draw"
                 )

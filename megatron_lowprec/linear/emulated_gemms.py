@@ -105,12 +105,9 @@ class EmulatedGemms:
             history, slot = self._amax.histories[tensor]
             history.update_amax(slot, block_amax(matrix, (matrix.shape[0], matrix.shape[1])))
         if spec.source == "fprop":
-            again = self._of_fprop(tensor, matrix, rng_step)
-            made, data = (
-                self._quantize(name, tensor, again, rng_step, rowwise),
-                f"{'row' if rowwise else 'column'}wise_data",
-            )
-            return replace(made, dtype=matrix.dtype, **{data: getattr(made, data).to(matrix.dtype)}), None
+            made = self._quantize(name, tensor, self._of_fprop(tensor, matrix, rng_step), rng_step, rowwise)
+            part = "rowwise_data" if rowwise else "columnwise_data"
+            return replace(made, dtype=matrix.dtype, **{part: getattr(made, part).to(matrix.dtype)}), None
         return self._quantize(name, tensor, matrix, rng_step, rowwise, columnwise, codes=codes), None
 
     def _of_fprop(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:

@@ -56,7 +56,7 @@ def test_smallest_scale_that_is_a_power_of_two() -> None:
     """2^-127 is subnormal in fp32; 2^127 is the largest."""
     spec = replace(FP8_1X128, scale_rule="amax_pow2")
     scale = torch.tensor([[2.0**-127, 2.0**-126], [1.0, 2.0**127], [torch.nan, 2.0**-1]])
-    x = QuantizedTensor(torch.Size((3, 256)), torch.bfloat16, spec, torch.zeros(3, 256).bfloat16(), scale)
+    x = QuantizedTensor(torch.Size((3, 256)), torch.bfloat16, spec, torch.zeros(3, 256).bfloat16(), scale).validate()
     rows = pack_rows(x)
     assert rows[:, 256:].tolist() == [[0, 1], [127, 254], [255, 126]]
     torch.testing.assert_close(

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.activation_spec import ActivationSpec
 from megatron_lowprec.recipe.parsing import RecipeLike, load_recipe
+from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec, ScaleSpec, TensorScaleSpec
 from megatron_lowprec.recipe.registry import get_recipe, recipes, register_recipe
 from megatron_lowprec.recipe.schema import (
     GemmSpec,
     GradientSpec,
-    HadamardSpec,
     HistorySpec,
     KeepBf16,
     OptimizerSpec,
-    QuantSpec,
     Recipe,
 )
 
@@ -46,6 +45,8 @@ __all__ = [
     "RandomStream",
     "Recipe",
     "RecipeLike",
+    "ScaleSpec",
+    "TensorScaleSpec",
     "UserError",
     "bind_recipe",
     "convert",

@@ -6,9 +6,11 @@ Shapes are those of an operand [R, K], contracted dimension last.
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
-ScaleFormat = Literal["fp32", "e8m0"]
+CODED_SCALE_FORMATS = ("e4m3", "ue4m3", "ue5m3")
+"""Rows of ``formats.FORMATS`` whose codes are scales: rounded to nearest even, saturating, with zero."""
+SCALE_FORMATS = ("fp32", "e8m0", *CODED_SCALE_FORMATS)
+"""Formats of a block's scale. A coded format is one entry here and one row of ``formats.FORMATS``."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +66,20 @@ def granularity_of(name: str) -> Granularity:
 class ScaleRule:
     """Rule for a block's scale from its amax A; M is the format's maximum, emax its exponent.
 
-    An fp32 rule gives the encode scale M / A, an E8M0 rule the decode scale's exponent floor(log2 A) - emax.
+    An fp32 rule gives the encode scale M / A, an E8M0 rule the decode scale's exponent floor(log2 A) - emax, and a rule
+    of coded formats the decode scale A G / M, with the encode scale G of the whole tensor.
 
     Attributes:
+        scale_formats: formats that have the rule.
         power_of_two: scales are powers of two; an fp32 rule rounds M / A down.
-        divides: in E8M0, the exponent is that of A / M, instead of that of A less emax.
+        divides: in E8M0, the exponent is that of A / M, instead of that of A less emax. In coded formats, A / M is a
+            quotient, divided by the tensor's decode scale; else A is multiplied by G (1 / M).
         rounds_amax: in E8M0, A is first rounded to the element's mantissa.
         rounds_up: in E8M0, the exponent is ceil(log2), not floor(log2).
     """
 
     name: str
-    scale_format: ScaleFormat
+    scale_formats: tuple[str, ...]
     source: str
     power_of_two: bool = True
     divides: bool = False
@@ -84,23 +89,25 @@ class ScaleRule:
     @property
     def number(self) -> int:
         """The rule's number in kernels: its index among the rules of its scale format, part of stored tuning keys."""
-        return scale_rules(self.scale_format).index(self.name)
+        return scale_rules(self.scale_formats[0]).index(self.name)
 
 
 SCALE_RULES: dict[str, ScaleRule] = {
     row.name: row
     for row in (
-        ScaleRule("amax", "fp32", "TransformerEngine, DeepGEMM", power_of_two=False),
-        ScaleRule("amax_pow2", "fp32", "TransformerEngine, torchao"),
-        ScaleRule("floor", "e8m0", "OCP Microscaling Formats v1.0, section 6.3"),
-        ScaleRule("round_up", "e8m0", "arXiv 2506.08027; torchao's RCEIL", divides=True, rounds_up=True),
-        ScaleRule("ceil", "e8m0", "torchao", rounds_up=True),
-        ScaleRule("even", "e8m0", "torchao", rounds_amax=True),
+        ScaleRule("amax", ("fp32",), "TransformerEngine, DeepGEMM", power_of_two=False),
+        ScaleRule("amax_pow2", ("fp32",), "TransformerEngine, torchao"),
+        ScaleRule("floor", ("e8m0",), "OCP Microscaling Formats v1.0, section 6.3"),
+        ScaleRule("round_up", ("e8m0",), "arXiv 2506.08027; torchao's RCEIL", divides=True, rounds_up=True),
+        ScaleRule("ceil", ("e8m0",), "torchao", rounds_up=True),
+        ScaleRule("even", ("e8m0",), "torchao", rounds_amax=True),
+        ScaleRule("product", CODED_SCALE_FORMATS, "TransformerEngine's NVFP4", power_of_two=False),
+        ScaleRule("quotient", CODED_SCALE_FORMATS, "torchao's NVFP4", power_of_two=False, divides=True),
     )
 }
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def scale_rules(scale_format: str) -> tuple[str, ...]:
     """Names of a scale format's rules."""
-    return tuple(row.name for row in SCALE_RULES.values() if row.scale_format == scale_format)
+    return tuple(row.name for row in SCALE_RULES.values() if scale_format in row.scale_formats)

@@ -159,6 +159,10 @@ def _numerics(quant: QuantSpec | None) -> Row:
     scale = f"{quant.scale_format} `{quant.scale_rule}`"
     if quant.amax_floor:
         scale += f", amax at least {quant.amax_floor:g}"
+    if quant.scale.rounding == "stochastic":
+        scale += ", stochastic"
+    if quant.tensor_scale is not None:
+        scale += f", tensor scale to {quant.tensor_scale.target:g}"
     if quant.scaling == "delayed":
         often = f" {quant.history_update}es" if quant.history_update == "microbatch" else ""
         scale += f", delayed: {quant.history_rule} of {quant.history}{often}, margin {quant.margin}"
@@ -167,6 +171,8 @@ def _numerics(quant: QuantSpec | None) -> Row:
         rounding += f", {quant.random_bits} bits"
     if quant.headroom != 1.0:
         rounding += f", headroom {quant.headroom:g}"
+    if quant.source == "fprop":
+        rounding += ", from fprop's values"
     return quant.format.upper(), quant.granularity, scale, rounding
 
 

@@ -27,8 +27,8 @@ from megatron_lowprec.kernels.dispatch import (
     requantize_,
     sum_codes_,
 )
+from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.gradient_codes.reference import Bounds, parts_between
-from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES
 from megatron_lowprec.recipe.schema import GradientSpec
 
 _MOST_SATURATED = 1e-5

@@ -29,6 +29,9 @@ from megatron_lowprec.kernels.partial_cast import reference as partial_cast
 from megatron_lowprec.kernels.scaled_adam import reference as scaled_adam
 from megatron_lowprec.kernels.transpose_codes import reference as transpose_codes_reference
 
+MX_BLOCKS = (16, 32, 64)
+"""Sizes of the blocks along the contracted dimension that the MX kernel is tested with."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -54,12 +57,13 @@ def arch_here() -> str:
 
 
 def has_mx_kernel(device: str, block: tuple[int, int] | None, scale_format: str) -> bool:
-    """Whether ``kernels.quantize.triton`` supports the block, MX blocks of 32, on ``device`` ("cpu" or "cuda").
+    """Whether ``kernels.quantize.triton`` supports the block, one row of MX_BLOCKS, on ``device`` ("cpu" or "cuda").
 
     Args:
         block: (rows, columns) that share a scale; None for granularity "row" or "tensor".
     """
-    return device == "cuda" and block == (1, 32) and scale_format == "e8m0" and have_triton()
+    supported = scale_format == "e8m0" and block is not None and block[0] == 1 and block[1] in MX_BLOCKS
+    return device == "cuda" and supported and have_triton()
 
 
 def fuses_mx(matrix: torch.Tensor, block: tuple[int, int] | None, scale_format: str, transform_block: int) -> bool:
@@ -71,9 +75,12 @@ def fuses_mx(matrix: torch.Tensor, block: tuple[int, int] | None, scale_format: 
     """
     if not has_mx_kernel(matrix.device.type, block, scale_format):
         return False
+    assert block is not None
+    if transform_block > 1 and transform_block % block[1]:  # a scale would span two transforms
+        return False
     if matrix.dtype not in (torch.bfloat16, torch.float32) or matrix.numel() == 0:
         return False
-    whole = matrix.shape[1] % max(32, transform_block) == 0
+    whole = matrix.shape[1] % max(block[1], transform_block) == 0
     return whole if matrix.stride(1) == 1 else matrix.stride(0) == 1  # the kernel pads columns
 
 

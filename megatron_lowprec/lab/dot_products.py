@@ -13,12 +13,12 @@ import torch
 
 from megatron_lowprec.formats import FORMATS, Format
 from megatron_lowprec.kernels.gemm.fp8_accumulator import Fp8Accumulator, fp8_dot
-from megatron_lowprec.kernels.quantize.reference import block_amax, e8m0_decode_scale, round_to_format
+from megatron_lowprec.kernels.quantize.reference import block_amax, round_to_format
 from megatron_lowprec.lab.experiment import Lab
 from megatron_lowprec.quantization.quantizer import quantize_by_reference
-from megatron_lowprec.quantization.tensor import block_sizes
+from megatron_lowprec.quantization.tensor import as_numbers
 from megatron_lowprec.quantization.transform import Transform
-from megatron_lowprec.recipe.schema import HadamardSpec, QuantSpec
+from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec, TensorScaleSpec
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 _FP32_MAX = torch.finfo(torch.float32).max
@@ -41,18 +41,16 @@ class Scheme:
     Attributes:
         spec: None keeps the operands in fp32.
         encode_scale: one fixed encode scale for all vectors, instead of the scale of the spec.
-        block_scale: format of the blocks' scales, over one fp32 scale a vector; None for the scales of the spec.
     """
 
     spec: QuantSpec | None
     encode_scale: float | None = None
     hadamard: HadamardSpec | None = None
-    block_scale: Format | None = None
 
 
-NVFP4_SPEC = QuantSpec("e2m1", granularity="1x16")
-NVFP4 = Scheme(NVFP4_SPEC, block_scale=FORMATS["e4m3"])
-NVFP4_SR = replace(NVFP4, spec=replace(NVFP4_SPEC, rounding="stochastic"))
+NVFP4_SPEC = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
+NVFP4 = Scheme(NVFP4_SPEC)
+NVFP4_SR = Scheme(replace(NVFP4_SPEC, rounding="stochastic"))
 
 
 class ScaledVectors(NamedTuple):
@@ -77,62 +75,15 @@ def quantized_vectors(lab: Lab, scheme: Scheme, x: torch.Tensor, operand: str) -
     if scheme.spec is None:
         return ScaledVectors(x, torch.ones(1, 1, device=x.device))
     given = None if scheme.encode_scale is None else torch.full((1, 1), scheme.encode_scale, device=x.device)
-    transform = None if scheme.hadamard is None else Transform(scheme.hadamard.block, lab.stream(""))
-    two_level = None
-    if scheme.block_scale is not None:
+    transform = None if scheme.hadamard is None else Transform(scheme.hadamard, lab.stream(""))
+    of_vectors = None
+    if scheme.spec.tensor_scale is not None:
         assert transform is None, "the scales would be those of the untransformed entries"
-        two_level = two_level_scales(x, scheme.spec, scheme.block_scale, block_amax(x, (1, x.shape[1])))
-        given = two_level.encode
-    elements, scale = quantize_by_reference(x, scheme.spec, lab.stream(operand), transform, given)
-    if two_level is not None:
-        scale = two_level.decode  # the quantizer's is the reciprocal of the encode scale, rounded once more
-    elif not scale.is_floating_point():
-        scale = e8m0_decode_scale(scale)
-    return ScaledVectors(elements, scale / scheme.spec.headroom)
-
-
-class TwoLevelScales(NamedTuple):
-    """Decode scales of blocks and of the whole tensor; a block's decode scale is their product.
-
-    Attributes:
-        blocks: fp32 values of the scales' format, [N, blocks along K].
-        tensor: fp32 [N, 1] or [1, 1].
-    """
-
-    blocks: torch.Tensor
-    tensor: torch.Tensor
-
-    @property
-    def decode(self) -> torch.Tensor:
-        """fp32 [N, blocks along K]: multiplies a decoded element."""
-        return self.blocks * self.tensor
-
-    @property
-    def encode(self) -> torch.Tensor:
-        """fp32 [N, blocks along K]: multiplies an entry before rounding; finite for a block scale of 0."""
-        return (torch.ones_like(self.blocks) / self.decode).clamp(max=_FP32_MAX)
-
-
-def two_level_scales(x: torch.Tensor, spec: QuantSpec, fmt: Format, amax: torch.Tensor) -> TwoLevelScales:
-    """Scales of blocks of x [N, K] as in NVFP4 (arXiv 2509.25149), in ``fmt`` over one fp32 scale a tensor.
-
-    A block's scale is A_block / M * G, rounded to nearest in ``fmt``, so the block's largest entry may saturate. The
-    tensor's scale is 1 / G with G = M_fmt * M / amax. M and M_fmt are the largest numbers of element and ``fmt``. The
-    order of the fp32 operations is TransformerEngine's.
-
-    No recipe has these scales. In ``QuantSpec`` they would be a third scale format, which every kernel, GEMM and
-    backend would have to support or refuse.
-
-    Args:
-        amax: fp32 [N, 1] or [1, 1], one for each tensor: the lab's vectors are tensors of their own.
-    """
-    element = FORMATS[spec.format]
-    of_tensor = (torch.full_like(amax, fmt.max * element.max) / amax).clamp(max=_FP32_MAX)
-    blocks = block_amax(x, block_sizes(spec, x))
-    one = torch.ones_like(amax)
-    return TwoLevelScales(
-        round_to_format(blocks * (of_tensor * (one / element.max)), fmt, "nearest_even"), one / of_tensor
-    )
+        of_vectors = block_amax(x, (1, x.shape[1]))
+    made = quantize_by_reference(x, scheme.spec, lab.stream(operand), transform, given, tensor_amax=of_vectors)
+    scale = as_numbers(made.scale, scheme.spec.scale_format)
+    scale = scale if made.tensor_scale is None else scale * made.tensor_scale
+    return ScaledVectors(made.data, scale / scheme.spec.headroom)
 
 
 def quantized_pair(lab: Lab, scheme: Scheme, a: torch.Tensor, b: torch.Tensor) -> tuple[ScaledVectors, ScaledVectors]:

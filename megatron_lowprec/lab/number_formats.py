@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from megatron_lowprec.formats import FORMATS, Format
+from megatron_lowprec.formats import ELEMENT_FORMATS, Format
 from megatron_lowprec.kernels.quantize.reference import decode, round_to_format
 from megatron_lowprec.lab.dot_products import NVFP4, NVFP4_SR, Scheme, energy_snr, quantized_vectors
 from megatron_lowprec.lab.experiment import Lab, Result, Table
 from megatron_lowprec.lab.lab_figures import Panel, line_panels
+from megatron_lowprec.recipe.quant_spec import QuantSpec
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
 from megatron_lowprec.text_tables import Column, Row
 
@@ -23,6 +24,7 @@ PUBLISHED = {
     "e2m3": (7.5, 1.0, 0.125),
     "e3m2": (28.0, 0.25, 0.0625),
     "e2m1": (6.0, 1.0, 0.5),
+    "e1m2": (1.75, 1.0, 0.25),
     "e5m6": (65024.0, 2.0**-14, 2.0**-20),  # FP16 without its last four bits
 }
 # Bits of an entry with its share of the scales; SNR in dB and slope <q, x> / <x, x> of standard normal numbers by an
@@ -34,7 +36,7 @@ BLOCK_FORMATS: dict[str, tuple[Scheme, float, float | None, float | None]] = {
     "NVFP4": (NVFP4, 4.5, None, None),
     "NVFP4, SR": (NVFP4_SR, 4.5, None, 0.993),
     "MXFP4, floor": (Scheme(MXFP4), 4.25, 18.79, 0.9804),
-    "MXFP4, round_up": (Scheme(replace(MXFP4, scale_rule="round_up")), 4.25, 18.76, None),
+    "MXFP4, round_up": (Scheme(QuantSpec("e2m1", "1x32", "e8m0", "round_up")), 4.25, 18.76, None),
     "MXFP4, SR": (Scheme(MXFP4_SR), 4.25, 15.50, 0.99997),
 }
 
@@ -44,8 +46,11 @@ def run(lab: Lab) -> Result:
     count = 2**12 if lab.quick else 2**18
     x = lab.normal("formats", count)
     spread = [-0.5 * step for step in range(2 * BINADES)]
-    lines = {name: (spread, [snr(x, fmt, log2) for log2 in spread]) for name, fmt in FORMATS.items()}
-    rows = [{**grid_row(fmt, lab), "best": max(lines[name][1]), **_span(lines[name])} for name, fmt in FORMATS.items()]
+    lines = {name: (spread, [snr(x, fmt, log2) for log2 in spread]) for name, fmt in ELEMENT_FORMATS.items()}
+    rows = [
+        {**grid_row(fmt, lab), "best": max(lines[name][1]), **_span(lines[name])}
+        for name, fmt in ELEMENT_FORMATS.items()
+    ]
     columns = (
         Column("name", "format"),
         Column("values", "finite\nmagnitudes", "d"),

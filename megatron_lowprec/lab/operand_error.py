@@ -184,7 +184,10 @@ def quantized_values(gemms: LinearGemms, gemm: str, tensor: str, matrix: torch.T
     source = matrix if rowwise else matrix.t()
     made, _ = gemms.emulated.quantize(tensor, source, step, rowwise=rowwise, columnwise=not rowwise, update_amax=False)
     data, scale = made.rowwise() if rowwise else made.columnwise()
-    values = QuantizedTensor(data.shape, data.dtype, made.spec, data, scale).dequantize()
+    of_tensor = made.rowwise_tensor_scale if rowwise else made.columnwise_tensor_scale
+    values = QuantizedTensor(
+        data.shape, data.dtype, made.spec, data, scale, folded=made.folded, rowwise_tensor_scale=of_tensor
+    ).dequantize()
     transform = gemms.emulated.transform(gemm, step)
     if transform is not None:  # H is symmetric, and orthogonal with its factor
         signs = transform.signs(data.device)

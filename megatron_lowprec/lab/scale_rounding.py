@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_lowprec.kernels.quantize.rule import MX_BLOCK
 from megatron_lowprec.lab.dot_products import Scheme, correlated_vectors, dot, energy_snr, quantized_pair
 from megatron_lowprec.lab.experiment import Lab, Result, Table
 from megatron_lowprec.lab.lab_figures import Panel, line_panels
@@ -23,6 +22,7 @@ from megatron_lowprec.text_tables import Column, Row
 SPECS = {"e4m3": MXFP8, "e5m2": MXFP8_E5M2, "e2m1": MXFP4}
 CORRELATIONS = (0.0, 0.5, 0.9)
 BINS = 16
+BLOCK = 32  # entries that share a scale
 # (format, rule): SNR in dB of standard normal numbers, measured before by an independent float64 simulation.
 MEASURED_BEFORE = {
     ("e4m3", "floor"): 30.65,
@@ -47,19 +47,19 @@ class Operand(NamedTuple):
 def run(lab: Lab) -> Result:
     """SNR, gain error and saturation of each rule; SNR of products; SNR against the place of the largest magnitude."""
     blocks, products, length = (256, 16, 512) if lab.quick else (2**15, 1024, 4096)
-    operand, standard = operand_of(lab, blocks), Operand(lab.normal("blocks", blocks, MX_BLOCK).float())
+    operand, standard = operand_of(lab, blocks), Operand(lab.normal("blocks", blocks, BLOCK).float())
     rows: list[dict[str, Any]] = []
     panels = []
     for name, base in SPECS.items():
         lines = {}
         for rule in scale_rules("e8m0"):
-            spec = replace(base, scale_rule=rule)
+            spec = replace(base, scale=replace(base.scale, rule=rule))
             found = {**tensor_row(operand, spec), **_products(lab, spec, products, length)}
             rows.append({"format": name, "rule": rule, **found, "before": MEASURED_BEFORE.get((name, rule))})
             rows[-1]["standard"] = tensor_row(standard, spec)["snr"]
             lines[rule] = by_position(operand, spec)
         x = "log2 of the block's largest magnitude, above the power of two below it"
-        panels.append(Panel(f"{name}, blocks of {MX_BLOCK}", x, "SNR, dB", lines))
+        panels.append(Panel(f"{name}, blocks of {BLOCK}", x, "SNR, dB", lines))
     columns = (
         *(Column(key, key) for key in ("format", "rule")),
         Column("snr", "SNR\ndB", ".2f"),
@@ -71,7 +71,7 @@ def run(lab: Lab) -> Result:
         *(Column(f"{each}", f"product SNR, dB\ncorrelation {each}", ".2f") for each in CORRELATIONS),
     )
     notes = (
-        f"{blocks} blocks of {MX_BLOCK} normal numbers, standard deviation log-uniform over a binade, nearest even",
+        f"{blocks} blocks of {BLOCK} normal numbers, standard deviation log-uniform over a binade, nearest even",
         f"product SNR: energy over {products} products of length {length}, both operands by the rule",
         "gain error: <q, x> / <x, x> - 1",
     )
@@ -83,7 +83,7 @@ def run(lab: Lab) -> Result:
 def operand_of(lab: Lab, blocks: int) -> Operand:
     """Blocks whose standard deviations are log-uniform over one binade."""
     sd = torch.exp2(lab.uniform("scale of blocks", blocks, 1))
-    return Operand((sd * lab.normal("blocks", blocks, MX_BLOCK)).float())
+    return Operand((sd * lab.normal("blocks", blocks, BLOCK)).float())
 
 
 def tensor_row(operand: Operand, spec: QuantSpec) -> Row:

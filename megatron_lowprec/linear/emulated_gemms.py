@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.dispatch import add_bias_, fuses_mx, load
+from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
 from megatron_lowprec.kernels.gemm.reference import Product, gemm
-from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import block_amax, scale_blocks
 from megatron_lowprec.kernels.quantize.rule import Direction
@@ -96,13 +97,41 @@ class EmulatedGemms:
         matrix = in_memory(matrix)
         name = SIDES[tensor][not rowwise]
         spec, transform = self.specs[name, tensor], self.transform(name, rng_step)
-        operand = matrix if rowwise else matrix.t()
         if spec is None or matrix.numel() == 0:  # an expert may get no tokens
+            operand = matrix if rowwise else matrix.t()
             data = operand if transform is None else transform.apply(operand).to(operand.dtype)
-            return _quantized(matrix, spec, rowwise, data), None
+            return _quantized(matrix, spec, rowwise, data, transform), None
         if spec.scaling == "delayed" and update_amax and self._amax.records:
             history, slot = self._amax.histories[tensor]
-            history.update_amax(slot, block_amax(matrix, block_sizes(spec, matrix)))
+            history.update_amax(slot, block_amax(matrix, (matrix.shape[0], matrix.shape[1])))
+        if spec.source == "fprop":
+            made = self._quantize(name, tensor, self._of_fprop(tensor, matrix, rng_step), rng_step, rowwise)
+            part = "rowwise_data" if rowwise else "columnwise_data"
+            return replace(made, dtype=matrix.dtype, **{part: getattr(made, part).to(matrix.dtype)}), None
+        return self._quantize(name, tensor, matrix, rng_step, rowwise, columnwise, codes=codes), None
+
+    def _of_fprop(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
+        """fp32 values of fprop's operand. Beside a tensor scale they are dequantized from codes: one rounding less."""
+        spec = self.specs["fprop", tensor]
+        assert spec is not None
+        codes = spec.tensor_scale is not None
+        return self._quantize("fprop", tensor, matrix, rng_step, True, codes=codes).dequantize()
+
+    def _quantize(
+        self,
+        name: str,
+        tensor: str,
+        matrix: torch.Tensor,
+        rng_step: RngStep,
+        rowwise: bool,
+        columnwise: bool = False,
+        *,
+        codes: bool = False,
+    ) -> QuantizedTensor:
+        """A matrix as it is, quantized for a GEMM."""
+        spec, transform = self.specs[name, tensor], self.transform(name, rng_step)
+        assert spec is not None
+        operand = matrix if rowwise else matrix.t()
         if fuses_mx(operand, spec.block, spec.scale_format, transform.block if transform else 1):
             other = None
             if rowwise and columnwise:
@@ -112,35 +141,34 @@ class EmulatedGemms:
             cast = load("quantize").quantize_mx(source, mx_rule(spec), **arguments, codes=codes)
             data = cast.rowwise_data if source is operand else cast.columnwise_data
             if codes:
-                return _quantized(
-                    matrix, spec, rowwise, stored_codes(data, spec, matrix.dtype), cast.rowwise_scale
-                ), None
-            quantized = _quantized(matrix, spec, rowwise, data)
+                data = stored_codes(data, spec, matrix.dtype)
+                return _quantized(matrix, spec, rowwise, data, scale=cast.rowwise_scale)
+            quantized = _quantized(matrix, spec, rowwise, data, transform)
             if other is not None:
                 quantized.columnwise_data = cast.columnwise_data
-            return quantized, None
-        data, scale = quantize_by_reference(
+                quantized.columnwise_transform = None if transform is None else transform.spec
+            return quantized
+        folds = spec.folds_scale and name not in self.products and not codes
+        data, scale, of_tensor = quantize_by_reference(
             operand,
             spec,
             transform=transform,
-            dequantize=spec.power_of_two_scale and name not in self.products and not codes,
+            dequantize=folds,
             **self._arguments(name, tensor, spec, rng_step),
         )
-        if codes:
-            return _quantized(matrix, spec, rowwise, data.to(DTYPES.get(spec.format, matrix.dtype)), scale), None
-        kept = None if spec.power_of_two_scale and name not in self.products else scale  # else in the data
-        return _quantized(matrix, spec, rowwise, data.to(matrix.dtype), kept), None
+        data = data.to(DTYPES.get(spec.format, matrix.dtype) if codes else matrix.dtype)
+        return _quantized(matrix, spec, rowwise, data, transform, None if folds else scale, of_tensor)
 
     def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As ``GemmBackend``: values of the format's grid, power-of-two scales multiplied in."""
         (codes, scale), spec = quantized.rowwise(), quantized.spec
         assert spec is not None
         assert scale is not None
-        in_data = spec.power_of_two_scale and not self.products
+        in_data = spec.folds_scale and not self.products
         values = codes.to(torch.float32)
-        values = (scale_blocks(values, as_numbers(scale), block_sizes(spec, codes)) if in_data else values).to(
-            quantized.dtype
-        )
+        if in_data:
+            values = scale_blocks(values, as_numbers(scale, spec.scale_format), block_sizes(spec, codes))
+        values = values.to(quantized.dtype)
         # contiguous, as ``quantize`` writes it: a CPU's GEMM may sum strided operands in another order
         kept = None if in_data or not codes.numel() else scale
         return values.t().contiguous() if columnwise else values, kept
@@ -174,13 +202,20 @@ class EmulatedGemms:
             b_scale=b_scale,
             a_block=(1, 1) if a.spec is None else block_sizes(a.spec, a_data),
             b_block=(1, 1) if b.spec is None else block_sizes(b.spec, b_data),
-            alpha=self.alpha[name],
+            alpha=self._alpha(name, a, b),
             out_dtype=out_dtype,
             accumulate_into=accumulate_into,
             overwrite=overwrite,
             product=None if a_scale is None else self.products.get(name),  # an expert without tokens has no scales
         )
         return y if bias is None else add_bias_(y, bias)
+
+    def _alpha(self, name: str, a: QuantizedTensor, b: QuantizedTensor) -> float | torch.Tensor:
+        """Factor of the product: headroom divided out, times the tensor scales of both operands."""
+        first = a.columnwise_tensor_scale if name == "wgrad" else a.rowwise_tensor_scale
+        second = b.rowwise_tensor_scale if name == "fprop" else b.columnwise_tensor_scale
+        scales = [scale for scale in (first, second) if scale is not None]
+        return math.prod(scales, start=self.alpha[name])
 
     def error_stats(self, name: str, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
         """``operand_stats`` of a tensor [M, N] in a GEMM, by one more quantization; changes no history and no draw.
@@ -189,6 +224,8 @@ class EmulatedGemms:
         """
         spec, transform = self.specs[name, tensor], self.transform(name, rng_step)
         assert spec is not None
+        if spec.source == "fprop":
+            matrix = self._of_fprop(tensor, matrix, rng_step)
         operand = matrix.t() if name == SIDES[tensor][1] else matrix
         if fuses_mx(operand, spec.block, spec.scale_format, transform.block if transform else 1):
             source, arguments = self._mx_arguments(name, tensor, operand, rng_step)
@@ -198,8 +235,8 @@ class EmulatedGemms:
             return error_stats(operand, QuantizedTensor(operand.shape, operand.dtype, spec, data, scale), signs=signs)
         if transform is not None:
             operand = transform.apply(operand)
-        data, scale = quantize_by_reference(operand, spec, **self._arguments(name, tensor, spec, rng_step))
-        return error_stats(operand, QuantizedTensor(operand.shape, operand.dtype, spec, data, scale))
+        made = quantize_by_reference(operand, spec, **self._arguments(name, tensor, spec, rng_step))
+        return error_stats(operand, _quantized(operand, spec, True, made.data, None, *made[1:]))
 
     def transform(self, name: str, rng_step: RngStep) -> Transform | None:
         """The GEMM's Hadamard transform at an RNG step."""
@@ -230,13 +267,16 @@ class EmulatedGemms:
 
     def _arguments(self, name: str, tensor: str, spec: QuantSpec, rng_step: RngStep) -> dict[str, Any]:
         """Arguments of ``quantize_by_reference`` other than matrix, spec and transform."""
-        encode_scale = None
+        encode_scale = amax = None
         if spec.scaling == "delayed":
             history, slot = self._amax.histories[tensor]
-            encode_scale = delayed_encode_scale(history.in_effect[slot], spec)
+            amax = history.in_effect[slot]
+            if spec.tensor_scale is None:
+                encode_scale, amax = delayed_encode_scale(amax, spec), None
         return {
             "random": self.rounding[name, tensor].at(rng_step),
             "encode_scale": encode_scale,
+            "tensor_amax": amax,
             "reduce_amax": self._amax.reduction(name, tensor, spec),
         }
 
@@ -246,9 +286,14 @@ def _quantized(
     spec: QuantSpec | None,
     rowwise: bool,
     data: torch.Tensor,
+    transform: Transform | None = None,
     scale: torch.Tensor | None = None,
+    tensor_scale: torch.Tensor | None = None,
 ) -> QuantizedTensor:
-    """One direction of a matrix."""
-    if rowwise:
-        return QuantizedTensor(matrix.shape, matrix.dtype, spec, data, scale)
-    return QuantizedTensor(matrix.shape, matrix.dtype, spec, None, None, data, scale)
+    """One direction of a matrix; block scales are in the data unless they are given."""
+    made = QuantizedTensor(matrix.shape, matrix.dtype, spec, folded=spec is not None and scale is None)
+    by = "rowwise" if rowwise else "columnwise"
+    for name, value in (("data", data), ("scale", scale), ("tensor_scale", tensor_scale)):
+        setattr(made, f"{by}_{name}", value)
+    setattr(made, f"{by}_transform", None if transform is None else transform.spec)
+    return made

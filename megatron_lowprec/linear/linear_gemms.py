@@ -371,6 +371,7 @@ class LinearGemms:
             into.columnwise_data, into.columnwise_scale = made
         else:
             into.rowwise_data, into.rowwise_scale = made
+        into.folded = made[1] is None
         return into
 
     def _stored_weight(

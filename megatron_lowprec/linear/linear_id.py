@@ -65,7 +65,8 @@ class LinearId:
 
     def shares_scale(self, gemm: str, operand: str, spec: QuantSpec) -> bool:
         """Whether a block of this operand spans the ranks that share ``split``."""
-        dims, granularity = DIMS[gemm, operand], granularity_of(spec.granularity)
+        dims = DIMS[gemm, operand]
+        granularity = granularity_of("tensor" if spec.has_tensor_amax else spec.granularity)
         sizes = (granularity.rows, granularity.columns)
         return any(size is None and dim == self.split for size, dim in zip(sizes, dims, strict=True))
 

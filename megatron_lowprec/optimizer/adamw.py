@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_lowprec.kernels.dispatch import adam_update_, adam_update_amax
+from megatron_lowprec.kernels.format_dtypes import DTYPES as FP8_DTYPES
 from megatron_lowprec.kernels.scaled_adam.reference import (
     FORMAT_OF,
     STATE,
@@ -22,8 +23,7 @@ DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
+    **FP8_DTYPES,
 }
 _MASTER = "master_param"  # Megatron-core's name of a main weight in the optimizer state
 _NAMES = tuple(_MASTER if name == "master" else name for name in STATE)

@@ -8,7 +8,7 @@ import torch
 
 from megatron_lowprec.kernels.dispatch import operand_stats
 from megatron_lowprec.kernels.operand_stats.reference import MAXIMA, SUMS
-from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
+from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
 
 COUNTS = SUMS + MAXIMA
 
@@ -69,8 +69,11 @@ def error_stats(
         signs: signs of the Hadamard transform that the data are rounded from; None without one.
     """
     data, scale = quantized.columnwise() if columnwise else quantized.rowwise()
+    of_tensor = quantized.columnwise_tensor_scale if columnwise else quantized.rowwise_tensor_scale
     assert quantized.spec is not None
     assert scale is not None, "scales are multiplied into the data"
+    if quantized.spec.scale_format not in ("fp32", "e8m0"):
+        scale = as_numbers(scale, quantized.spec.scale_format) * (1.0 if of_tensor is None else of_tensor)
     source = matrix.t() if columnwise else matrix
     return operand_stats(
         source, data, scale, quantized.format, block_sizes(quantized.spec, source), quantized.spec.headroom, signs

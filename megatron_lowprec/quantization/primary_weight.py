@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import multi_tensor_cast_, partial_cast_, transpose_codes
-from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES
+from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.partial_cast.reference import Shard
 from megatron_lowprec.kernels.quantize.reference import block_amax, fp32_encode_scale, scale_blocks
 from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
@@ -118,7 +118,7 @@ class Fp8Weight(torch.Tensor):
         quantized = QuantizedTensor(self.shape, self.dtype, self.spec)
         if not codes:
             # as EmulatedGemms: scales that are powers of two are multiplied into the data
-            in_data = self.spec.power_of_two_scale and not on_grid
+            in_data = quantized.folded = self.spec.power_of_two_scale and not on_grid
             plain = self._scaled(elements) if in_data else elements.to(self.dtype)
             kept = None if in_data else scale
             if columnwise:

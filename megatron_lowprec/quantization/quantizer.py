@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,7 +10,14 @@ from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import fuses_mx, load
 from megatron_lowprec.kernels.philox.key import Key
-from megatron_lowprec.kernels.quantize.reference import Uniform, block_amax, decode, fp32_encode_scale, quantize_operand
+from megatron_lowprec.kernels.quantize.reference import (
+    Uniform,
+    block_amax,
+    decode,
+    fp32_encode_scale,
+    quantize_operand,
+    tensor_scale,
+)
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 from megatron_lowprec.quantization.device_rng_step import device_rng_step, refuse_capture
 from megatron_lowprec.quantization.random_stream import RandomStream
@@ -20,6 +27,14 @@ from megatron_lowprec.recipe.schema import QuantSpec
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Returns the elementwise maximum of an amax over the ranks that hold parts of the tensor."""
+
+
+class QuantizedOperand(NamedTuple):
+    """Data [R, K] and its scales: of blocks, as ``quantize_operand``, and of the tensor, fp32 [1, 1] or None."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    tensor_scale: torch.Tensor | None = None
 
 
 @torch.no_grad()
@@ -33,7 +48,7 @@ def quantize(
         spec: format, scale and rounding. ``scaling="delayed"`` is treated as current, since there is no history.
         axis: contracted dimension; blocks run along it, and their rows over all other dimensions, flattened.
         random: for stochastic rounding, a stream, or fp32 draws u in [0, 1) of the shape of x (magnitudes are floor(t
-            + u)).
+            + u)), which elements and scales then share.
 
     Returns:
         A tensor with codes, decode scales and ``dequantize`` in the layout of x.
@@ -54,20 +69,23 @@ def quantize(
     matrix = last.reshape(-1, last.shape[-1])
     if isinstance(random, torch.Tensor):
         random = random.movedim(axis, -1).reshape(matrix.shape)
-    stream = RandomStream((0, 0)) if random is None and spec.rounding != "stochastic" else random
+    stream = RandomStream((0, 0)) if random is None and not spec.random else random
+    of_tensor = None
     if isinstance(stream, RandomStream) and fuses_mx(matrix, spec.block, spec.scale_format, 1):
         with torch.cuda.device_of(matrix):  # Triton starts kernels on the current device
             codes, scale = _quantize_by_kernel(matrix, spec, stream)
         elements = decode(codes, FORMATS[spec.format]).to(x.dtype)
     else:
-        elements, scale = quantize_by_reference(matrix, spec, random)
-    return QuantizedTensor(last.shape, x.dtype, spec, elements, scale, axis=axis)
+        elements, scale, of_tensor = quantize_by_reference(matrix, spec, random)
+    return QuantizedTensor(last.shape, x.dtype, spec, elements, scale, axis=axis, rowwise_tensor_scale=of_tensor)
 
 
 @lru_cache(maxsize=64)
 def mx_rule(spec: QuantSpec) -> MxRule:
     """The ``MxRule`` of a spec, for the fused MX kernel."""
-    return MxRule(FORMATS[spec.format], spec.scale_rule, spec.rounding, spec.random_bits, spec.headroom)
+    assert spec.block is not None
+    fmt, block = FORMATS[spec.format], spec.block[1]
+    return MxRule(fmt, spec.scale_rule, spec.rounding, spec.random_bits, spec.headroom, block)
 
 
 def _quantize_by_kernel(
@@ -101,9 +119,10 @@ def quantize_by_reference(
     encode_scale: torch.Tensor | None = None,
     reduce_amax: Reduce | None = None,
     *,
+    tensor_amax: torch.Tensor | None = None,
     dequantize: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data and decode scale of a matrix by ``kernels.quantize.reference.quantize_operand``, headroom included.
+) -> QuantizedOperand:
+    """Data and decode scales of a matrix by ``kernels.quantize.reference.quantize_operand``, headroom included.
 
     A current scale of a row or of the tensor needs the whole transformed matrix first. For blocks and delayed scales
     ``quantize_operand`` applies the transform, with a chunk of rows in fp32 at a time.
@@ -114,17 +133,31 @@ def quantize_by_reference(
         transform: applied first; K is then padded to whole blocks.
         encode_scale: fp32 [1, 1] of delayed scaling.
         reduce_amax: maximum over the ranks that share a current scale.
-        dequantize: multiply data by their decode scale, exact for powers of two.
+        tensor_amax: fp32, for a tensor scale that is delayed; [R] if each row is a tensor of its own. None for a
+            current one.
+        dequantize: multiply data by their block's scale, exact if ``spec.folds_scale``.
     """
-    if spec.block is None and encode_scale is None:
+    of_tensor = None
+    has_amax = tensor_amax is not None or encode_scale is not None
+    if (spec.block is None or spec.tensor_scale is not None) and not has_amax:
         if transform is not None:
             matrix, transform = transform.apply(matrix), None
-        encode_scale = current_encode_scale(matrix, spec, reduce_amax)
+        if spec.tensor_scale is None:
+            encode_scale = current_encode_scale(matrix, spec, reduce_amax)
+        else:
+            tensor_amax = block_amax(matrix, (max(1, matrix.shape[0]), max(1, matrix.shape[1])))
+            tensor_amax = tensor_amax if reduce_amax is None else reduce_amax(tensor_amax)
+    if spec.tensor_scale is not None and tensor_amax is not None:
+        margin = spec.margin if spec.scaling == "delayed" else 0
+        of_tensor = tensor_scale(tensor_amax.view(-1, 1), spec.tensor_scale.target, spec.scale_rule, margin)
     signs = None
     if transform is not None:
         matrix, signs = padded(matrix, transform.block), transform.signs(matrix.device)
     arguments = kernel_arguments(matrix, spec, random)
-    return quantize_operand(matrix, **arguments, encode_scale=encode_scale, signs=signs, dequantize=dequantize)
+    data, scale = quantize_operand(
+        matrix, **arguments, encode_scale=encode_scale, of_tensor=of_tensor, signs=signs, dequantize=dequantize
+    )
+    return QuantizedOperand(data, scale, None if of_tensor is None else of_tensor.decode)
 
 
 def current_encode_scale(matrix: torch.Tensor, spec: QuantSpec, reduce_amax: Reduce | None = None) -> torch.Tensor:
@@ -153,13 +186,15 @@ def kernel_arguments(
         "rounding": spec.rounding,
         "headroom": spec.headroom,
         "amax_floor": spec.amax_floor,
-        "uniform": _uniform(matrix, spec, random),
+        "uniform": _uniform(matrix, spec, random) if spec.rounding == "stochastic" else None,
+        "scale_rounding": spec.scale.rounding,
+        "scale_uniform": _uniform(matrix, spec, random.of_scales() if isinstance(random, RandomStream) else random)
+        if spec.scale.rounding == "stochastic"
+        else None,
     }
 
 
-def _uniform(matrix: torch.Tensor, spec: QuantSpec, random: RandomStream | torch.Tensor | None) -> Uniform | None:
-    if spec.rounding != "stochastic":
-        return None
+def _uniform(matrix: torch.Tensor, spec: QuantSpec, random: RandomStream | torch.Tensor | None) -> Uniform:
     if random is None:
         raise UserError("stochastic rounding was asked without randomness: pass random=RandomStream(key=(7, 0))")
     if isinstance(random, torch.Tensor):

@@ -97,6 +97,10 @@ class RandomStream:
         """The same tensor's stream at another RNG step."""
         return replace(self, rng_step=rng_step)
 
+    def of_scales(self) -> "RandomStream":
+        """The stream of the tensor's block scales, independent of that of its elements."""
+        return replace(self, key=_key_of(f"{self.key[0]}/{self.key[1]}/scales"))
+
     def uniform(self, columns: int, random_bits: int, device: torch.device) -> Callable[[slice], torch.Tensor]:
         """A function from a row slice to fp32 draws [rows, columns] in (0, 1) with ``random_bits`` bits each."""
 

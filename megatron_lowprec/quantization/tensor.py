@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from megatron_lowprec.formats import FORMATS, Format
 from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale, encode, scale_blocks
-from megatron_lowprec.recipe.schema import QuantSpec
+from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec
 from megatron_lowprec.scaling import granularity_of
+
+ScaleLayout = Literal["plain", "tiles_128x4"]
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +23,8 @@ class QuantizedTensor:
     are those of its transpose. The type serves operands of emulated and native GEMMs, FP8 primary weights, cached
     weights and inputs saved for backward.
 
-    ``dequantize() == data * decode scale of the entry's block / headroom``, entry by entry.
+    ``dequantize() == data * scale of the entry's block * tensor scale / headroom``, entry by entry, without the block's
+    scale if ``folded``. ``validate`` checks what the attributes promise.
 
     Attributes:
         shape: shape of the source, ``axis`` last; [M, N] in a GEMM.
@@ -28,11 +32,16 @@ class QuantizedTensor:
         spec: format, granularity and scale rule of both directions; None if the recipe does not quantize the tensor.
         rowwise_data: [R, K], R the product of all sizes of ``shape`` but the last, K the last. Values of the format's
             grid in ``dtype``, or codes in torch's FP8 dtype; a native GEMM's may be zero-padded. None if absent.
-        rowwise_scale: decode scales [ceil(R / block rows), ceil(K / block columns)], fp32 or E8M0 bytes (uint8); for
-            128x128 blocks of a native GEMM, columns in multiples of 4. None if power-of-two scales are multiplied
-            into the data, which are then off the grid.
+        rowwise_scale: decode scales [ceil(R / block rows), ceil(K / block columns)], fp32 or codes of ``scale_format``
+            (uint8); for 128x128 blocks of a native GEMM, columns in multiples of 4. None if ``folded``.
         columnwise_data, columnwise_scale: the same for the transpose [N, M]; two-dimensional tensors only.
         axis: dimension of the source that is last in rowwise data.
+        folded: block scales are multiplied into the data, which are then off the format's grid.
+        rowwise_tensor_scale, columnwise_tensor_scale: fp32 [1, 1], decode scale of the tensor above its block scales;
+            None if the spec has none. The directions differ if a transform precedes one of them.
+        rowwise_transform, columnwise_transform: the Hadamard transform of which the data are rounded; None for none.
+        scale_layout: ``"plain"``, as above; ``"tiles_128x4"``, tiles of 128 rows by 4 blocks, as Blackwell's GEMMs read
+            scales, which no kernel writes yet.
     """
 
     shape: torch.Size
@@ -43,6 +52,12 @@ class QuantizedTensor:
     columnwise_data: torch.Tensor | None = None
     columnwise_scale: torch.Tensor | None = None
     axis: int = -1
+    folded: bool = False
+    rowwise_tensor_scale: torch.Tensor | None = None
+    columnwise_tensor_scale: torch.Tensor | None = None
+    rowwise_transform: HadamardSpec | None = None
+    columnwise_transform: HadamardSpec | None = None
+    scale_layout: ScaleLayout = "plain"
 
     def rowwise(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rowwise data and scale."""
@@ -53,6 +68,60 @@ class QuantizedTensor:
         """Columnwise data and scale."""
         assert self.columnwise_data is not None, "no columnwise data"
         return self.columnwise_data, self.columnwise_scale
+
+    def validate(self) -> QuantizedTensor:
+        """The tensor itself; ValueError names the first attribute that contradicts the others."""
+        for name, length, scale_of_tensor, transform in (
+            ("rowwise", self.shape[-1], self.rowwise_tensor_scale, self.rowwise_transform),
+            ("columnwise", self.shape[0], self.columnwise_tensor_scale, self.columnwise_transform),
+        ):
+            data, scale = getattr(self, f"{name}_data"), getattr(self, f"{name}_scale")
+            if data is None:
+                found = {"scale": scale, "tensor scale": scale_of_tensor, "transform": transform}
+                wrong = next((f"a {each} without data" for each, value in found.items() if value is not None), None)
+            else:
+                rows = self.shape.numel() // max(1, length)
+                wrong = self._why_data_are_wrong(data, rows, length, transform)
+                wrong = wrong or self._why_scales_are_wrong(data, scale, scale_of_tensor)
+            if wrong:
+                raise ValueError(f"{name} data of a tensor {tuple(self.shape)}: {wrong}")
+        return self
+
+    def _why_data_are_wrong(
+        self, data: torch.Tensor, rows: int, length: int, transform: HadamardSpec | None
+    ) -> str | None:
+        if data.dim() != 2 or data.shape[0] < rows or data.shape[1] < length:
+            return f"shape {tuple(data.shape)}, expected at least {(rows, length)}"
+        if transform is not None and data.shape[1] % transform.block:
+            return f"{data.shape[1]} columns are no whole blocks of a transform of {transform.block}"
+        return None
+
+    def _why_scales_are_wrong(
+        self, data: torch.Tensor, scale: torch.Tensor | None, of_tensor: torch.Tensor | None
+    ) -> str | None:
+        spec = self.spec
+        if spec is None:
+            given = self.folded or scale is not None or of_tensor is not None
+            return "scales of a tensor that is not quantized" if given else None
+        if data.numel() == 0:
+            return None
+        if self.folded != (scale is None):
+            return f"block scales are {'kept beside' if self.folded else 'lacking, and not folded into'} the data"
+        if self.folded and not spec.folds_scale:
+            return f"{spec.scale_format} scales by {spec.scale_rule} do not fold exactly"
+        if (of_tensor is not None) != (spec.tensor_scale is not None):
+            return f"tensor scale {'without' if of_tensor is not None else 'lacking, with'} one in the spec"
+        if of_tensor is not None and (of_tensor.dtype, of_tensor.numel()) != (torch.float32, 1):
+            return f"tensor scale of {of_tensor.numel()} {of_tensor.dtype}, expected one fp32"
+        if scale is None:
+            return None
+        if scale.dtype != (torch.float32 if spec.scale_format == "fp32" else torch.uint8):
+            return f"scales of {scale.dtype} for {spec.scale_format}"
+        block, shape = block_sizes(spec, data), tuple(scale.shape)
+        blocks = (-(-data.shape[0] // block[0]), -(-data.shape[1] // block[1]))
+        if self.scale_layout == "plain" and (len(shape) != 2 or shape[0] < blocks[0] or shape[1] < blocks[1]):
+            return f"scales {shape}, expected at least {blocks}"
+        return None
 
     @property
     def format(self) -> Format:
@@ -82,7 +151,7 @@ class QuantizedTensor:
 
     @property
     def scale(self) -> torch.Tensor:
-        """Decode scales as stored, fp32 or E8M0 bytes, [rows of blocks, blocks along the quantized axis].
+        """Scales of blocks as stored, fp32 or codes, [rows of blocks, blocks along the quantized axis].
 
         With one-row blocks the scales have the source's layout, with one entry a block along the quantized axis.
         """
@@ -93,18 +162,20 @@ class QuantizedTensor:
 
     @property
     def decode_scale(self) -> torch.Tensor:
-        """``rowwise_scale`` in fp32."""
-        assert self.rowwise_scale is not None
-        return as_numbers(self.rowwise_scale)
+        """Decode scales of rowwise data in fp32, the tensor's scale included."""
+        return self._decode_scale(self.rowwise_scale, self.rowwise_tensor_scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Values of data and scales in the source's layout, headroom divided out.
 
-        Not for an operand behind a Hadamard transform: its data are transformed entries, padded to whole blocks.
+        AssertionError for an operand behind a Hadamard transform: its data are transformed entries.
         """
         if self.rowwise_data is not None:
-            return self._as_source(self._values(*self.rowwise(), self.shape[-1]).to(dtype))
-        return self._values(*self.columnwise(), self.shape[0]).to(dtype).t()
+            assert self.rowwise_transform is None, "data are transformed"
+            values = self._values(*self.rowwise(), self.rowwise_tensor_scale, self.shape[-1])
+            return self._as_source(values.to(dtype))
+        assert self.columnwise_transform is None, "data are transformed"
+        return self._values(*self.columnwise(), self.columnwise_tensor_scale, self.shape[0]).to(dtype).t()
 
     @staticmethod
     def from_codes(codes: torch.Tensor, scale: torch.Tensor, spec: QuantSpec) -> QuantizedTensor:
@@ -120,17 +191,27 @@ class QuantizedTensor:
     def _rowwise_elements(self) -> torch.Tensor:
         """Rowwise data as values of the format's grid; AssertionError for those of some GEMM operands."""
         data, scale = self.rowwise()
-        assert scale is not None, "scales are multiplied into the data"
+        assert not self.folded, "scales are multiplied into the data"
+        assert scale is not None
         assert data.numel() == self.shape.numel(), "data are padded"
         return data.to(self.dtype)
 
-    def _values(self, data: torch.Tensor, scale: torch.Tensor | None, length: int) -> torch.Tensor:
+    def _decode_scale(self, scale: torch.Tensor | None, of_tensor: torch.Tensor | None) -> torch.Tensor:
+        assert scale is not None
+        numbers = as_numbers(scale, self._spec.scale_format)
+        return numbers if of_tensor is None else numbers * of_tensor
+
+    def _values(
+        self, data: torch.Tensor, scale: torch.Tensor | None, of_tensor: torch.Tensor | None, length: int
+    ) -> torch.Tensor:
         """fp32 [R, length] of rowwise or columnwise data, without padding."""
         values = data.to(torch.float32)
         if scale is not None:
             blocks = block_sizes(self._spec, data)
             scale = scale[: -(-data.shape[0] // blocks[0]), : -(-data.shape[1] // blocks[1])]
-            values = scale_blocks(values, as_numbers(scale), blocks)
+            values = scale_blocks(values, self._decode_scale(scale, of_tensor), blocks)
+        elif of_tensor is not None:
+            values = values * of_tensor
         rows = self.shape.numel() // max(1, length)
         return values[:rows, :length] / (self.spec.headroom if self.spec else 1.0)
 
@@ -144,6 +225,8 @@ def block_sizes(spec: QuantSpec, matrix: torch.Tensor) -> tuple[int, int]:
     return granularity_of(spec.granularity).block_of(rows, columns)
 
 
-def as_numbers(scale: torch.Tensor) -> torch.Tensor:
-    """Decode scales in fp32, from fp32 or E8M0 bytes."""
-    return scale if scale.is_floating_point() else e8m0_decode_scale(scale)
+def as_numbers(scale: torch.Tensor, scale_format: str) -> torch.Tensor:
+    """Scales in fp32, from fp32 or codes of ``scale_format``."""
+    if scale.is_floating_point():
+        return scale
+    return e8m0_decode_scale(scale) if scale_format == "e8m0" else decode(scale, FORMATS[scale_format])

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES
+from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.recipe.fp8_dispatch import code_bytes, scales_of_token

@@ -1,6 +1,7 @@
 """Hadamard transforms of a layer's GEMMs at an RNG step; both operands of a GEMM share one draw of signs."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 from torch.nn.functional import pad
@@ -16,11 +17,12 @@ from megatron_lowprec.recipe.schema import HadamardSpec
 class Transform:
     """Hadamard transform of a GEMM at one RNG step.
 
-    ``stream`` gives the random signs; None for no signs. ``rng_step=None`` takes the stream's own.
+    ``stream`` gives the random signs; None for those of ``spec``. ``rng_step=None`` takes the stream's own.
     """
 
-    def __init__(self, block: int, stream: RandomStream | None, rng_step: RngStep | None = None) -> None:
-        self.block, self.stream, self._rng_step = block, stream, rng_step
+    def __init__(self, spec: HadamardSpec, stream: RandomStream | None = None, rng_step: RngStep | None = None) -> None:
+        self.spec, self.block, self._rng_step = spec, spec.block, rng_step
+        self.stream = None if spec.fixed_signs is not None else stream
         self._scaled: torch.Tensor | None = None
         self._drawn_with: Transform | None = None
 
@@ -32,7 +34,7 @@ class Transform:
     def signs(self, device: torch.device) -> torch.Tensor:
         """fp32 [block] of +1 and -1."""
         if self.stream is None:
-            return torch.ones(self.block, device=device)
+            return _fixed_signs(self.spec, device)
         refuse_capture("a random Hadamard transform runs")
         stream = self.stream if self._rng_step is None else self.stream.at(self._rng_step)
         return stream.signs(self.block, device)
@@ -46,7 +48,7 @@ class Transform:
 
     def _draw(self, device: torch.device) -> None:
         if self.stream is None:
-            self._scaled = torch.full((self.block,), self.block**-0.5, device=device)
+            self._scaled = self.signs(device) * self.block**-0.5
             return
         both = [self] if self._drawn_with is None else [self, self._drawn_with]
         keys = tuple(Key.of(one.stream.key) for one in both if one.stream is not None)
@@ -58,6 +60,11 @@ class Transform:
     def apply(self, matrix: torch.Tensor) -> torch.Tensor:
         """Transform [R, K] along K in fp32, zero-padded to whole blocks; the zeros change no scale and no product."""
         return hadamard_transform(padded(matrix, self.block), self.signs(matrix.device))
+
+
+@lru_cache(maxsize=16)  # a CUDA graph cannot copy from the host
+def _fixed_signs(spec: HadamardSpec, device: torch.device) -> torch.Tensor:
+    return torch.tensor(spec.fixed_signs, dtype=torch.float32, device=device)
 
 
 class Transforms:
@@ -84,10 +91,7 @@ class Transforms:
             return None
         if self._last is not None and self._last[0] == rng_step and not capturing():
             return self._last[1][gemm]
-        transforms = {
-            name: Transform(spec.block, self._streams[name] if spec.signs == "random" else None, rng_step)
-            for name, spec in self._specs.items()
-        }
+        transforms = {name: Transform(spec, self._streams[name], rng_step) for name, spec in self._specs.items()}
         if "dgrad" in transforms and "wgrad" in transforms:
             transforms["dgrad"].draw_with(transforms["wgrad"])
         if not capturing():  # a graph draws new signs in each replay

@@ -112,7 +112,7 @@ def keeps_all(recipe: Recipe, sites: Iterable[LinearSite], num_layers: int) -> b
 def weight_serves_microbatches(gemm: GemmSpec) -> bool:
     """Whether all microbatches of a step use the same quantized weight, so that it can be cached."""
     drawn = gemm.hadamard is not None and gemm.hadamard.signs == "random"
-    return gemm.weight is not None and gemm.weight.rounding != "stochastic" and not drawn
+    return gemm.weight is not None and not gemm.weight.random and not drawn
 
 
 def primary_weight_spec(recipe: Recipe) -> QuantSpec | None:
@@ -166,7 +166,7 @@ def why_not_gathered(recipe: Recipe, tensor: str) -> str | None:
         return f"{by_row} and {by_column} quantize {tensor} differently"
     if spec.scaling != "delayed":
         return f"the current scale of {tensor} needs the amax over all ranks before the cast"
-    if spec.rounding == "stochastic":
+    if spec.random:
         return f"{tensor} is rounded stochastically, by draws for the positions of all tokens"
     return None if spec.format in ("e4m3", "e5m2") else f"{tensor} is {spec.format}, not FP8"
 
@@ -321,7 +321,7 @@ def indivisible(
             wants[contracted, gemm.hadamard.block] = f"hadamard block {gemm.hadamard.block}"
         for operand in GEMM_OPERANDS[gemm_name]:
             quant = getattr(gemm, operand)
-            if quant is not None and quant.rounding == "stochastic":
+            if quant is not None and quant.random:
                 wants[contracted, VALUES_PER_DRAW] = (
                     f"{operand} rounded stochastically, {VALUES_PER_DRAW} values a draw"
                 )

@@ -24,6 +24,10 @@ def describe_operand(quant: QuantSpec | None) -> str:
     parts = [quant.format.upper(), f"granularity {quant.granularity}", f"{quant.scale_format} scale {quant.scale_rule}"]
     if quant.amax_floor:
         parts.append(f"amax at least {quant.amax_floor:g}")
+    if quant.scale.rounding == "stochastic":
+        parts.append("scales rounded stochastically")
+    if quant.tensor_scale is not None:
+        parts.append(f"fp32 tensor scale to {quant.tensor_scale.target:g}")
     if quant.scaling == "delayed":
         often = ", an entry a microbatch" if quant.history_update == "microbatch" else ""
         parts.append(f"delayed: {quant.history_rule} of {quant.history}{often}, margin {quant.margin}")
@@ -32,6 +36,8 @@ def describe_operand(quant: QuantSpec | None) -> str:
     )
     if quant.headroom != 1.0:
         parts.append(f"headroom {quant.headroom:g}")
+    if quant.source == "fprop":
+        parts.append("from what fprop used")
     return ", ".join(parts)
 
 

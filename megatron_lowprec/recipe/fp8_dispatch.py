@@ -23,13 +23,16 @@ def why_not_dispatched(recipe: Recipe, tensor: str = "input") -> str | None:
         return f"{tensor} has codes of {bits} bits in {spec.format}, and a code travels as one byte"
     if spec.scaling == "delayed":
         return f"{tensor} has a delayed scale per expert, whose history only the ranks of that expert have"
-    if spec.granularity == "tensor":
+    if spec.has_tensor_amax:
         return f"the current scale of {tensor} needs the amax of all tokens of an expert before the cast"
     if spec.block is not None and spec.block[0] != 1:
         return f"{tensor} has blocks of {spec.granularity}, which span tokens"
-    if spec.rounding == "stochastic":
+    if spec.random:
         return f"{tensor} is rounded stochastically, by draws for a token's row in its expert"
-    if getattr(recipe.wgrad, tensor) is None:
+    other: QuantSpec | None = getattr(recipe.wgrad, tensor)
+    if other is not None and other.source == "fprop":
+        return f"wgrad quantizes the codes of {tensor} again in any case; its source must be original"
+    if other is None:
         return f"wgrad takes {tensor} in the compute dtype, which would be rounded before"
     return None
 
@@ -59,5 +62,6 @@ def scales_of_token(spec: QuantSpec, features: int) -> int:
 
 
 def dispatched_bytes(spec: QuantSpec, features: int) -> int:
-    """Bytes of a token on the wire: its codes, and its scales as one byte if powers of two, else as fp32."""
-    return code_bytes(spec, features) + scales_of_token(spec, features) * (1 if spec.power_of_two_scale else 4)
+    """Bytes of a token on the wire: its codes, and its scales as fp32, or as one byte if coded or powers of two."""
+    in_fp32 = spec.scale_format == "fp32" and not spec.power_of_two_scale
+    return code_bytes(spec, features) + scales_of_token(spec, features) * (4 if in_fp32 else 1)

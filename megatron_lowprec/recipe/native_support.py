@@ -130,6 +130,8 @@ def why_emulated(
         return f"no GEMM of {' and '.join(sorted(formats))} on {arch}"
     if any(quant.scale_format == "e8m0" for quant in operands):
         return f"no MX GEMM on {arch}"
+    if any(quant.scale_format != "fp32" or quant.source != "original" for quant in operands):
+        return "FP8 casts have fp32 scales, from the original tensor"
     if gemm.hadamard is not None or any((q.rounding, q.headroom) != ("nearest_even", 1.0) for q in operands):
         return "FP8 casts have no transform, no other rounding and no headroom"
     granularities = frozenset(quant.granularity for quant in operands)

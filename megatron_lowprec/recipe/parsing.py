@@ -124,18 +124,32 @@ def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
     return build(Recipe, data)
 
 
+def in_current_form(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A stored ``recipe_to_dict`` of any version under present fields, lacking ones by default; as it is if invalid."""
+    try:
+        return recipe_to_dict(recipe_from_dict({"summary": "", **stored}))
+    except (UserError, TypeError):
+        return stored
+
+
 def _check_new_operands(recipe: Recipe, data: Mapping[str, Any]) -> None:
     """Reject overrides of single fields of an operand that the recipe does not quantize."""
     for gemm, operands in GEMM_OPERANDS.items():
         for operand in operands:
             fields = data[gemm].get(operand) if isinstance(data[gemm], Mapping) else None
-            lacking = _required(QuantSpec) - fields.keys() if isinstance(fields, Mapping) else set()
+            lacking = _lacking(fields) if isinstance(fields, Mapping) else set()
             if lacking and getattr(recipe.gemms[gemm], operand) is None:
                 path = f"{gemm}.{operand}"
                 raise UserError(
                     f"recipe {recipe.name} does not quantize {path}: give --recipe a recipe that does, or override "
                     f"{' and '.join(f'{path}.{name}' for name in sorted(lacking))} as well"
                 )
+
+
+def _lacking(fields: Mapping[str, Any]) -> set[str]:
+    """Names, in shorthand, of the required fields that are not among an operand's."""
+    scale = fields.get("scale")
+    return {"format", "granularity"} - fields.keys() - (scale.keys() if isinstance(scale, Mapping) else set())
 
 
 def _marked_as_changed(recipe: Recipe, base: Recipe, given: Container[str]) -> Recipe:
@@ -225,24 +239,30 @@ def _plain(value: Any) -> Any:
 
 
 _RENAMED = {"tile": "granularity"}  # fields of recipe files, overrides and checkpoints of version 0.1
+_SHORTHAND = {"granularity": "granularity", "scale_format": "format", "scale_rule": "rule", "amax_floor": "amax_floor"}
+"""Field of an operand in recipe files, overrides and older checkpoints -> field of its ``scale``."""
 
 
 def _current_keys(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """``data`` under present field names; an old name warns once per process."""
-    known = field_types(cls)
-    current = {}
+    """``data`` under present field names, shorthand for an operand's scale included; an old name warns once."""
+    if cls is not QuantSpec:
+        return dict(data)
+    current: dict[str, Any] = {}
     for key, value in data.items():
         new = _RENAMED.get(key, key)
-        if new != key and new in known and key not in known:
+        if new != key:
             warnings.warn(f"recipe field {key} is called {new} now; the next release drops the old name", stacklevel=2)
-            key = new
-        current[key] = value
+        if new not in _SHORTHAND:
+            current[new] = {**current.get(new, {}), **value} if new == "scale" and isinstance(value, Mapping) else value
+        elif isinstance(scale := current.setdefault("scale", {}), dict):
+            scale[_SHORTHAND[new]] = value
     return current
 
 
 def _check_key(cls: type, key: object, where: str, more: Sequence[str] = ()) -> None:
     known = [*field_types(cls), *more]
     if key not in known:
+        known += _SHORTHAND if cls is QuantSpec else ()
         near = difflib.get_close_matches(str(key), known, n=2, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
         raise UserError(f"{_named(cls, where)} has no field {key!r}: {hint}")
@@ -292,6 +312,7 @@ def build(cls: type[T], data: Any, where: str = "") -> T:
         _check_key(cls, key, where)
         values[key] = _value(hints[key], value, f"{where}.{key}".lstrip("."))
     missing = [name for name in hints if name in _required(cls) - values.keys()]
+    missing = ["granularity" if cls is QuantSpec and name == "scale" else name for name in missing]
     if missing:
         values_of = "it a value" if len(missing) == 1 else "them values"
         raise UserError(f"{_named(cls, where)} lacks {' and '.join(missing)}: give {values_of}")

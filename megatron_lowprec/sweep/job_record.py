@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import atomic_write, read_json
-from megatron_lowprec.recipe.parsing import recipe_from_dict, recipe_to_dict
+from megatron_lowprec.recipe.parsing import in_current_form
 from megatron_lowprec.sweep.jobs import Job
 from megatron_lowprec.training.distributed import process_lock
 from megatron_lowprec.training.distributed.process_lock import Holder, ProcessLock
@@ -160,10 +160,7 @@ def differences(record: Record, job: Job) -> list[str]:
 
 def _today(resolved: Mapping[str, Any]) -> Mapping[str, Any]:
     """``resolved`` of an older version; missing fields take their defaults."""
-    try:
-        recipe = recipe_to_dict(recipe_from_dict({"summary": "", **resolved["recipe"]}))
-    except (UserError, KeyError, TypeError):
-        return resolved
+    recipe = in_current_form(resolved.get("recipe", {}))
     return {**resolved, "recipe": {name: value for name, value in recipe.items() if name not in ("summary", "source")}}
 
 

@@ -13,11 +13,12 @@ import torch
 import yaml
 
 from megatron_lowprec import UserError, get_recipe, recipes
-from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.formats import ELEMENT_FORMATS
 from megatron_lowprec.recipe import registry
 from megatron_lowprec.recipe.activation_spec import ActivationSpec
 from megatron_lowprec.recipe.coverage import LinearSite, check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.recipe.quant_spec import ScaleSpec, TensorScaleSpec
 from megatron_lowprec.recipe.schema import (
     GemmSpec,
     GradientSpec,
@@ -27,7 +28,7 @@ from megatron_lowprec.recipe.schema import (
     QuantSpec,
     Recipe,
 )
-from megatron_lowprec.scaling import SCALE_RULES
+from megatron_lowprec.scaling import CODED_SCALE_FORMATS, SCALE_FORMATS, SCALE_RULES
 from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.sweep import spec as sweep
 from tests.docs.markdown import PAGES, ROOT, Fence, fences, name_of, numbers, prose
@@ -72,17 +73,22 @@ def test_a_changed_recipe_changes_its_table(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_table_of_an_operand_shows_every_field() -> None:
     """A field that is added to the schema has to be shown, or two recipes that differ look alike."""
-    names = {field.name for field in dataclasses.fields(QuantSpec)}
+    names = {field.name for field in dataclasses.fields(QuantSpec)} - {"scale"}
+    names |= {f"scale.{field.name}" for field in dataclasses.fields(ScaleSpec)}
     plain = QuantSpec("e4m3", "tensor")
+    nvfp4 = QuantSpec("e2m1", "1x16", "e4m3", "product")
     others = {
         "format": "e5m2",
-        "granularity": "row",
-        "scale_format": "e8m0",
-        "scale_rule": "amax_pow2",
+        "scale.granularity": "row",
+        "scale.format": "e8m0",
+        "scale.rule": "amax_pow2",
+        "scale.rounding": "stochastic",
+        "scale.amax_floor": 1e-4,
+        "tensor_scale": TensorScaleSpec(2688.0),
+        "source": "fprop",
         "rounding": "stochastic",
         "random_bits": 4,
         "headroom": 0.5,
-        "amax_floor": 1e-4,
         "scaling": "delayed",
         "history": 4,
         "history_rule": "most_recent",
@@ -92,9 +98,14 @@ def test_a_table_of_an_operand_shows_every_field() -> None:
     assert set(others) == names
     for name, value in others.items():
         changes: dict[str, object] = {name: value}
-        before = plain
-        if name == "scale_format":
-            before, changes = dataclasses.replace(plain, granularity="1x32"), {name: value, "scale_rule": "floor"}
+        before = nvfp4 if name in ("scale.rounding", "tensor_scale") else plain
+        if name == "scale.format":
+            before, changes = (
+                dataclasses.replace(plain, granularity="1x32"),
+                {"scale": ScaleSpec("1x32", value, "floor")},
+            )
+        elif name.startswith("scale."):
+            changes = {"scale": dataclasses.replace(before.scale, **{name.removeprefix("scale."): value})}
         if name == "random_bits":
             before = dataclasses.replace(plain, rounding="stochastic")
         if name in ("history", "history_rule", "history_update", "margin"):
@@ -115,16 +126,23 @@ def table_after(page: Path, heading: str) -> dict[str, list[str]]:
 
 def test_fields_of_an_operand() -> None:
     table = table_after(ROOT / "docs/recipes/custom.md", "Fields of an operand")
-    fields = {field.name: field for field in dataclasses.fields(QuantSpec)}
+    parts = {"scale": ScaleSpec, "tensor_scale": TensorScaleSpec}
+    fields, hints = {}, {}
+    for outer in dataclasses.fields(QuantSpec):
+        spec, prefix = (parts[outer.name], f"{outer.name}.") if outer.name in parts else (QuantSpec, "")
+        inner = dataclasses.fields(spec) if prefix else [outer]
+        fields |= {prefix + field.name: field for field in inner}
+        hints |= {prefix + field.name: typing.get_type_hints(spec)[field.name] for field in inner}
     assert list(table) == list(fields)
-    hints = typing.get_type_hints(QuantSpec)
+    assert table.pop("tensor_scale.target")[1] == "none"  # required where there is a tensor scale
     for name, (values, default, *_) in table.items():
         wanted = "required" if fields[name].default is dataclasses.MISSING else str(fields[name].default)
         assert default == wanted, name
         if typing.get_origin(hints[name]) is typing.Literal:
             assert values.split(", ") == list(typing.get_args(hints[name])), name
-    assert table["format"][0].split(", ") == list(FORMATS)
-    assert sorted(table["scale_rule"][0].split(", ")) == sorted(SCALE_RULES)
+    assert table["format"][0].split(", ") == list(ELEMENT_FORMATS)
+    assert table["scale.format"][0].split(", ") == list(SCALE_FORMATS)
+    assert sorted(table["scale.rule"][0].split(", ")) == sorted(SCALE_RULES)
 
 
 def test_fields_of_a_gemm_and_of_the_whole() -> None:
@@ -147,8 +165,10 @@ def test_rules_of_scales_are_all_named_in_the_rules() -> None:
     text = NUMERICS.read_text(encoding="utf-8")
     for rule in ("amax_pow2", "half_away", "random_bits"):
         assert f"`{rule}`" in text
-    formulas = re.findall(r"^ +(fp32|e8m0) +(\w+) ", QuantSpec.__doc__ or "", re.M)
-    assert sorted(formulas) == sorted((row.scale_format, row.name) for row in SCALE_RULES.values())
+    formulas = re.findall(r"^ +(fp32|e8m0|coded) +(\w+) ", ScaleSpec.__doc__ or "", re.M)
+    kinds = {**dict.fromkeys(CODED_SCALE_FORMATS, "coded"), "fp32": "fp32", "e8m0": "e8m0"}
+    rules = {(kinds[name], row.name) for row in SCALE_RULES.values() for name in row.scale_formats}
+    assert sorted(formulas) == sorted(rules)
 
 
 # ---- measured and published numbers

@@ -9,7 +9,7 @@ from megatron_lowprec.formats import Format
 
 def exact_value(code: int, fmt: Format) -> Fraction | float:
     """Sign, exponent, mantissa from the top bit down: a Fraction, or float inf/nan."""
-    sign = -1 if code >> (fmt.bits - 1) else 1
+    sign = -1 if fmt.signed and code >> (fmt.bits - 1) else 1
     exponent = (code >> fmt.mantissa_bits) % 2**fmt.exponent_bits
     mantissa = code % 2**fmt.mantissa_bits
     all_ones = exponent == 2**fmt.exponent_bits - 1
@@ -23,7 +23,7 @@ def exact_value(code: int, fmt: Format) -> Fraction | float:
 
 def magnitudes(fmt: Format) -> torch.Tensor:
     """float64 magnitudes of the format, ascending: entry i is the value of code i."""
-    values = (exact_value(code, fmt) for code in range(1 << (fmt.bits - 1)))
+    values = (exact_value(code, fmt) for code in range(1 << (fmt.exponent_bits + fmt.mantissa_bits)))
     return torch.tensor([float(v) for v in values if isinstance(v, Fraction)], dtype=torch.float64)
 
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.formats import ELEMENT_FORMATS, FORMATS
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.quantize.reference import e8m0_decode_scale, encode, quantize_operand, scale_blocks
@@ -39,6 +39,7 @@ class Case:
     ways: str
     random_bits: int = 16
     sharded: bool = False
+    mx: int = 32  # entries that share a scale
     codes: bool = False  # codes and scale bytes in the place of dequantized operands
 
     def __str__(self) -> str:
@@ -80,12 +81,12 @@ def differences(case: Case, device: str) -> list[str]:
         scaled = scaled_signs((Key(), Key.of(signs_key)), rng_step, case.block)[1] if case.block else None
         directions[way] = Direction(Key.of(stream.key), scaled)
         matrix = x if way == "r" else x.t()
-        matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % (case.block or 32)))
+        matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % (case.block or case.mx)))
         signs = RandomStream(signs_key, MOMENT).signs(case.block, x.device) if case.block else None
         elements, scale = quantize_operand(
             matrix,
             fmt,
-            (1, 32),
+            (1, case.mx),
             scale_format="e8m0",
             scale_rule=case.rule,
             rounding=case.rounding,
@@ -93,8 +94,12 @@ def differences(case: Case, device: str) -> list[str]:
             signs=signs,
             uniform=stream.uniform(matrix.shape[1], case.random_bits, x.device),
         )
-        wanted[way] = elements, scale, scale_blocks(elements.float(), e8m0_decode_scale(scale), (1, 32)).to(x.dtype)
-    rule = MxRule(fmt, case.rule, case.rounding, case.random_bits, headroom)
+        wanted[way] = (
+            elements,
+            scale,
+            scale_blocks(elements.float(), e8m0_decode_scale(scale), (1, case.mx)).to(x.dtype),
+        )
+    rule = MxRule(fmt, case.rule, case.rounding, case.random_bits, headroom, case.mx)
     ways = {"rows": directions.get("r"), "columns": directions.get("c"), "rng_step": rng_step, "spans": spans}
     lines = []
     made = quantize_mx(x, rule, **ways, codes=case.codes)  # type: ignore[arg-type]
@@ -136,14 +141,14 @@ def small_cases() -> list[Case]:
         Case(37, 128, bf16, "e2m1", "floor", "nearest_even", 0, "c"),
         Case(40, 128, fp32, "e4m3", "round_up", "nearest_even", 0, "rc"),
         Case(37, 128, bf16, "e5m2", "even", "half_away", 0, "rc"),
-        Case(37, 128, fp32, "e2m3", "ceil", "stochastic", 0, "rc"),
+        Case(37, 128, fp32, "e2m3", "ceil", "stochastic", 0, "rc", mx=16),
         Case(37, 128, bf16, "e2m1", "floor", "stochastic", 64, "rc", sharded=True),
         Case(70, 64, fp32, "e2m1", "floor", "stochastic", 32, "rc", random_bits=8),
-        Case(20, 128, bf16, "e3m2", "floor", "half_away", 128, "c"),
+        Case(20, 128, bf16, "e3m2", "floor", "half_away", 128, "c", mx=64),
         Case(20, 256, bf16, "e2m1", "floor", "stochastic", 256, "rc"),
         Case(37, 64, bf16, "e4m3", "round_up", "nearest_even", 0, "rc", codes=True),
         Case(37, 64, bf16, "e5m2", "even", "nearest_even", 0, "c", codes=True),
-        Case(37, 64, bf16, "e2m1", "floor", "stochastic", 64, "rc", codes=True),
+        Case(37, 64, bf16, "e2m1", "floor", "stochastic", 64, "rc", mx=16, codes=True),
         Case(37, 64, fp32, "e3m2", "ceil", "nearest_even", 0, "r", codes=True),
     ]
     return cases + [Case(37, 64, fp32, *row, "nearest_even", 0, "rc", codes=True) for row in uncovered(cases)]
@@ -151,7 +156,7 @@ def small_cases() -> list[Case]:
 
 def uncovered(cases: list[Case]) -> list[tuple[str, str]]:
     """(format, scale rule) pairs with each row of both tables that no case has."""
-    formats, rules = list(FORMATS), scale_rules("e8m0")
+    formats, rules = list(ELEMENT_FORMATS), scale_rules("e8m0")
     pairs = [(formats[i % len(formats)], rules[i % len(rules)]) for i in range(max(len(formats), len(rules)))]
     known = {case.fmt for case in cases}, {case.rule for case in cases}
     return [(fmt, rule) for fmt, rule in pairs if fmt not in known[0] or rule not in known[1]]
@@ -178,6 +183,10 @@ def gpu_cases() -> list[Case]:
     cases += [
         Case(333, 512, bf16, "e2m1", "floor", rounding, block, ways, codes=True)
         for rounding, block, ways in product(("nearest_even", "stochastic"), (0, 64), ("r", "c", "rc"))
+    ]
+    cases += [
+        Case(333, 256, bf16, "e2m1", "floor", "stochastic", block, "rc", mx=mx, codes=codes)
+        for mx, block, codes in product((16, 64), (0, 64), (False, True))
     ]
     return cases + [Case(333, 256, bf16, *row, "nearest_even", 0, "rc", codes=True) for row in uncovered(cases)]
 

@@ -32,7 +32,9 @@ def operand(rows: int, columns: int, tile: str, fmt: str, side: int) -> Quantize
     data, scale = made[2:4] if side else made[:2]
     assert data is not None
     assert (data[rows:].view(torch.uint8) == 0).all()
-    return QuantizedTensor(torch.Size((rows, columns)), torch.bfloat16, QuantSpec(fmt, granularity=tile), data, scale)
+    return QuantizedTensor(
+        torch.Size((rows, columns)), torch.bfloat16, QuantSpec(fmt, granularity=tile), data, scale
+    ).validate()
 
 
 def exact(one: QuantizedTensor) -> torch.Tensor:

@@ -5,11 +5,12 @@ from fractions import Fraction
 import pytest
 import torch
 
-from megatron_lowprec.formats import FORMATS, Format
+from megatron_lowprec.formats import ELEMENT_FORMATS, FORMATS, Format
 from megatron_lowprec.kernels.quantize.reference import round_to_format, uniform_from_bits
 from tests.kernels.exact import magnitudes, nearest
 
 all_formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+signed_formats = pytest.mark.parametrize("fmt", ELEMENT_FORMATS.values(), ids=ELEMENT_FORMATS)
 nearest_modes = pytest.mark.parametrize("rounding", ["nearest_even", "half_away"])
 
 
@@ -31,7 +32,7 @@ def interesting(fmt: Format, generator: torch.Generator) -> torch.Tensor:
     # between the maximum and the next step that the exponent would have, beyond it, and fp32's own end
     huge = torch.tensor([fmt.max * 1.01, fmt.max * 1.26, fmt.max * 2, 3.4028235e38, torch.inf])
     x = torch.cat((around, magnitude, tiny, huge))
-    return torch.cat((x, -x, torch.tensor([torch.nan])))
+    return torch.cat((x, -x, torch.tensor([torch.nan]))) if fmt.signed else x.abs()
 
 
 @all_formats
@@ -57,7 +58,7 @@ def test_ties_go_to_even_codes_or_away(fmt: Format) -> None:
 
 
 @pytest.mark.parametrize("rounding", ["nearest_even", "half_away", "stochastic"])
-@all_formats
+@signed_formats
 def test_saturation_zeros_and_nan(fmt: Format, rounding: str) -> None:
     x = torch.tensor([torch.inf, -torch.inf, fmt.max * 1.5, -3.4028235e38, 0.0, -0.0, torch.nan])
     # the largest 16-bit draw: what can round up does, and still nothing passes the maximum
@@ -66,6 +67,14 @@ def test_saturation_zeros_and_nan(fmt: Format, rounding: str) -> None:
     assert got[4:6].tolist() == [0.0, 0.0]
     assert got[4:6].signbit().tolist() == [False, True]
     assert got[6].isnan()
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS.values() if not fmt.signed], ids=str)
+def test_a_format_without_sign_saturates_at_both_ends(fmt: Format) -> None:
+    x = torch.tensor([torch.inf, -torch.inf, fmt.max * 1.5, -1.0, torch.nan])
+    got = round_to_format(x, fmt, "nearest_even")
+    assert got[:4].abs().tolist() == [fmt.max, 0.0, fmt.max, 0.0]
+    assert got[4].isnan()
 
 
 @nearest_modes
@@ -118,7 +127,7 @@ def test_stochastic_rounding_over_all_draws(fmt: Format, random_bits: int, gener
     for x in fractions_between_neighbours(fmt, generator):
         above = int(torch.searchsorted(table, x.double(), right=True).clamp(max=len(table) - 1))
         low, high = table[above - 1].item(), table[above].item()
-        for sign in (1.0, -1.0):
+        for sign in (1.0, -1.0) if fmt.signed else (1.0,):
             got = round_to_format((sign * x).expand(u.shape), fmt, "stochastic", u)
             up = got == sign * high
             assert bool((up | (got == sign * low)).all()), x

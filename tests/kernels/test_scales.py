@@ -6,21 +6,23 @@ from fractions import Fraction
 import pytest
 import torch
 
-from megatron_lowprec.formats import E8M0_NAN, FORMATS, Format
+from megatron_lowprec.formats import E8M0_NAN, ELEMENT_FORMATS, FORMATS, Format
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.quantize.reference import (
     block_amax,
+    coded_scale,
     e8m0_decode_scale,
     e8m0_encode_scale,
     e8m0_scale,
     fp32_encode_scale,
     quantize_operand,
     round_to_format,
+    tensor_scale,
 )
-from megatron_lowprec.scaling import scale_rules
+from megatron_lowprec.scaling import CODED_SCALE_FORMATS, scale_rules
 from tests.kernels.exact import ceil_log2, floor_log2, nearest, to_fp32
 
-all_formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+all_formats = pytest.mark.parametrize("fmt", ELEMENT_FORMATS.values(), ids=ELEMENT_FORMATS)
 FLT_MAX = 3.4028234663852886e38
 TILES = [(1, 32), (1, 128), (128, 128), (32, 32), (2, 3)]
 
@@ -145,6 +147,35 @@ def test_amax_floor_applies_before_the_division(floor: float) -> None:
     want = float(to_fp32(Fraction(448) / Fraction(floor)))
     assert got[:3].tolist() == [want, want, 448.0]
     assert got[3].isnan()
+
+
+@pytest.mark.parametrize("rule", scale_rules("e4m3"))
+@pytest.mark.parametrize("scale_fmt", CODED_SCALE_FORMATS)
+def test_coded_scale_is_exact(rule: str, scale_fmt: str, generator: torch.Generator) -> None:
+    """Each operation is rounded to fp32, in the order of TransformerEngine or torchao, and the value to its format."""
+    fmt, codes = FORMATS["e2m1"], FORMATS[scale_fmt]
+    amax = torch.cat((torch.rand(200, generator=generator).exp2(), torch.logspace(-9, 0, 100), torch.zeros(1)))
+    whole, target = amax.max().view(1, 1), 2688.0
+    of_tensor = tensor_scale(whole, target, rule)
+    value, encoder = coded_scale(amax.view(-1, 1), fmt, codes, rule, of_tensor)
+    largest, peak, one = Fraction(6), Fraction(target), Fraction(1)
+    exact_whole = Fraction(whole.item())
+    if rule == "product":
+        grow = to_fp32(peak / exact_whole)
+        shrink, inverse = to_fp32(one / grow), to_fp32(grow * to_fp32(one / largest))
+        scaled = [to_fp32(Fraction(a) * inverse) for a in amax.tolist()]
+    else:
+        shrink = to_fp32(exact_whole / peak)
+        grow = to_fp32(one / shrink)
+        scaled = [to_fp32(to_fp32(Fraction(a) / largest) / shrink) for a in amax.tolist()]
+    assert (Fraction(of_tensor.encode.item()), Fraction(of_tensor.decode.item())) == (grow, shrink)
+    want = nearest(torch.tensor([float(each) for each in scaled]), codes, "nearest_even")
+    assert torch.equal(value.flatten().double(), want)
+    for exact, got in zip(map(Fraction, want.tolist()), map(Fraction, encoder.flatten().tolist()), strict=True):
+        if exact == 0:
+            assert got == Fraction(torch.finfo(torch.float32).max)
+        else:
+            assert got == (to_fp32(one / to_fp32(exact * shrink)) if rule == "product" else to_fp32(grow / exact))
 
 
 # ---- amax
@@ -276,7 +307,7 @@ def test_hadamard_comes_before_scales_and_headroom_after(generator: torch.Genera
 
 
 @pytest.mark.parametrize("scale", [("e8m0", "floor"), ("e8m0", "round_up"), ("fp32", "amax_pow2")])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ELEMENT_FORMATS)
 def test_dequantized_bf16_is_exact_with_powers_of_two(
     name: str, scale: tuple[str, str], generator: torch.Generator
 ) -> None:

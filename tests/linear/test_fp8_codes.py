@@ -86,7 +86,7 @@ def test_native_operands_are_padded_as_the_cast_pads_them(tokens: int, name: str
         amax=torch.full((1,), 3.0),
     )
     shape = torch.Size((tokens, FEATURES))
-    codes = QuantizedTensor(shape, torch.bfloat16, spec, cast.rowwise_data, cast.rowwise_scale)
+    codes = QuantizedTensor(shape, torch.bfloat16, spec, cast.rowwise_data, cast.rowwise_scale).validate()
     native = LinearGemms(recipe_of(), LinearId(1, "x"), 0, AmaxHistory).native
     for columnwise, data in ((False, cast.rowwise_data), (True, cast.columnwise_data)):
         got, scale = native.from_codes(codes, columnwise=columnwise)
@@ -138,7 +138,7 @@ def test_native_operands_of_tokens(spec: QuantSpec, tokens: int) -> None:
     recipe = replace(recipe, fprop=replace(recipe.fprop, input=spec))
     rule = Fp8Rule(FORMATS[spec.format], spec.granularity, spec.scale_rule, spec.amax_floor)
     cast = reference.cast_fp8(x, rule, rowwise=True, columnwise=False)
-    sent = QuantizedTensor(x.shape, x.dtype, spec, cast.rowwise_data, cast.rowwise_scale)
+    sent = QuantizedTensor(x.shape, x.dtype, spec, cast.rowwise_data, cast.rowwise_scale).validate()
     codes = unpack_rows(pack_rows(sent), 256, spec, x.dtype)
     data, scale = LinearGemms(recipe, LinearId(1, "x"), 0, AmaxHistory).native.from_codes(codes, columnwise=False)
     assert cast.rowwise_data is not None

@@ -71,7 +71,7 @@ def test_taken_values_are_quantized_as_an_operand_is(recipe: str, changes: dict[
     for transposed in (False, True):
         matrix = values().t() if transposed else values()
         # scales that are powers of two are in the data
-        elements, scale = quantize_by_reference(matrix.float(), spec, dequantize=spec.power_of_two_scale)
+        elements, scale, _ = quantize_by_reference(matrix.float(), spec, dequantize=spec.power_of_two_scale)
         quantized = weight.quantized(columnwise=transposed, codes=False)
         data, found = quantized.columnwise() if transposed else quantized.rowwise()
         assert torch.equal(data.float(), elements)

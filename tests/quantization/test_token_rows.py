@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.formats import ELEMENT_FORMATS
 from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.token_rows import pack_rows, split_rows, unpack_rows
@@ -17,7 +17,7 @@ SPECS = [
     FP8_1X128,
     FP8_ROW,
     replace(FP8_1X128, scale_rule="amax_pow2"),
-    *(replace(MXFP8, format=name) for name, fmt in FORMATS.items() if fmt.bits <= 8 and fmt.name != "e8m0"),
+    *(replace(MXFP8, format=name) for name, fmt in ELEMENT_FORMATS.items() if fmt.bits <= 8),
 ]
 
 
@@ -56,7 +56,7 @@ def test_smallest_scale_that_is_a_power_of_two() -> None:
     """2^-127 is subnormal in fp32; 2^127 is the largest."""
     spec = replace(FP8_1X128, scale_rule="amax_pow2")
     scale = torch.tensor([[2.0**-127, 2.0**-126], [1.0, 2.0**127], [torch.nan, 2.0**-1]])
-    x = QuantizedTensor(torch.Size((3, 256)), torch.bfloat16, spec, torch.zeros(3, 256).bfloat16(), scale)
+    x = QuantizedTensor(torch.Size((3, 256)), torch.bfloat16, spec, torch.zeros(3, 256).bfloat16(), scale).validate()
     rows = pack_rows(x)
     assert rows[:, 256:].tolist() == [[0, 1], [127, 254], [255, 126]]
     torch.testing.assert_close(

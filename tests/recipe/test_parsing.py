@@ -10,7 +10,14 @@ import pytest
 import yaml
 
 from megatron_lowprec import GemmSpec, HadamardSpec, QuantSpec, UserError, get_recipe, recipes
-from megatron_lowprec.recipe.parsing import load_recipe, recipe_from_dict, recipe_to_dict, same_numerics
+from megatron_lowprec.recipe.parsing import (
+    in_current_form,
+    load_recipe,
+    recipe_from_dict,
+    recipe_to_dict,
+    same_numerics,
+)
+from megatron_lowprec.recipe.quant_spec import TensorScaleSpec
 from megatron_lowprec.shipped import SHIPPED
 
 CONFIGS = SHIPPED / "configs" / "recipes"
@@ -29,7 +36,7 @@ def test_dump_and_load(name: str) -> None:
 def test_dump_is_complete_and_not_shared() -> None:
     data = recipe_to_dict(get_recipe("mxfp4_rht_sr"))
     assert data["dgrad"]["hadamard"] == {"block": 64, "signs": "random"}
-    assert data["dgrad"]["weight"]["amax_floor"] == 0.0
+    assert data["dgrad"]["weight"]["scale"]["amax_floor"] == 0.0
     assert data["keep_bf16"]["names"] == []
     data["dgrad"]["hadamard"]["block"] = 32
     assert get_recipe("mxfp4_rht_sr").dgrad.hadamard == HadamardSpec(64)
@@ -91,11 +98,13 @@ def test_an_operand_can_be_added_and_removed() -> None:
         ("dgrad.hadamard.block", "--recipe-override 'dgrad.hadamard.block' has no value: write FIELD=VALUE"),
         ("dgrd.weight=null", "the recipe has no field 'dgrd': did you mean dgrad"),
         ("dgrad.wieght=null", "dgrad has no field 'wieght': did you mean weight"),
-        ("dgrad.weight.zzz=1", "dgrad.weight has no field 'zzz': it has format, granularity"),
+        ("dgrad.weight.zzz=1", "dgrad.weight has no field 'zzz': it has format, scale"),
+        ("dgrad.weight.scale_fromat=e8m0", "dgrad.weight has no field 'scale_fromat': did you mean scale_format"),
+        ("dgrad.weight.tensor_scale={}", "dgrad.weight.tensor_scale lacks target: give it a value"),
         ("=3", "the recipe has no field ''"),
         ("dgrad=4", "dgrad is 4, but must be a mapping of fields"),
         ("name=3", "name is 3 (int), but must be str"),
-        ("dgrad.hadamard.block=48", "dgrad.hadamard: block is 48, but must be one of 32, 64, 128, 256"),
+        ("dgrad.hadamard.block=48", "dgrad.hadamard: block is 48, but must be one of 16, 32, 64, 128, 256"),
         ("dgrad.hadamard.block=big", "dgrad.hadamard.block is 'big' (str), but must be int"),
         ("dgrad.hadamard.block=true", "dgrad.hadamard.block is True (bool), but must be int"),
         ("dgrad.hadamard.block=", "dgrad.hadamard.block is None (NoneType), but must be int"),
@@ -131,10 +140,32 @@ def test_old_field_names_are_read_with_a_warning(tmp_path: Path) -> None:
     stored = recipe_to_dict(get_recipe("fp8_blockwise"))
     for gemm in ("fprop", "dgrad", "wgrad"):
         for operand in filter(None, stored[gemm].values()):
-            if isinstance(operand, dict) and "granularity" in operand:
-                operand["tile"] = operand.pop("granularity")
+            if isinstance(operand, dict) and "scale" in operand:
+                operand["tile"] = operand["scale"].pop("granularity")
     with pytest.warns(UserWarning, match="tile is called granularity"):
         assert recipe_from_dict(stored) == get_recipe("fp8_blockwise")
+
+
+def test_recipes_that_older_checkpoints_store_are_todays() -> None:
+    """Their scales were fields of the operand; the file holds ``recipe_to_dict`` of such a release."""
+    stored = yaml.safe_load((Path(__file__).parent / "recipes_with_flat_scales.yaml").read_text(encoding="utf-8"))
+    assert len(stored) == 6
+    for asked, content in stored.items():
+        name, *overrides = asked.split()
+        recipe = load_recipe(name, overrides)
+        assert recipe_from_dict(content) == recipe
+        assert in_current_form(content) == recipe_to_dict(recipe)
+        assert recipe_from_dict(recipe_to_dict(recipe)) == recipe
+    assert in_current_form({"fprop": 3}) == {"fprop": 3}
+
+
+def test_scales_by_shorthand_and_as_a_row() -> None:
+    short = load_recipe("mxfp8", ["fprop.input.scale_rule=floor", "name=mine"])
+    assert load_recipe("mxfp8", ["fprop.input.scale.rule=floor", "name=mine"]) == short
+    assert load_recipe("mxfp8", ["fprop.input={scale: {rule: floor}}", "name=mine"]) == short
+    nvfp4 = "{format: e2m1, granularity: 1x16, scale_format: e4m3, scale_rule: product, tensor_scale: {target: 2688}}"
+    spec = load_recipe("bf16", [f"fprop.input={nvfp4}"]).fprop.input
+    assert spec == QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
 
 
 def test_an_override_below_a_value_that_is_no_mapping_is_one_line() -> None:

@@ -8,19 +8,37 @@ from typing import Any
 import pytest
 
 from megatron_lowprec import GemmSpec, HadamardSpec, KeepBf16, QuantSpec, Recipe, UserError
-from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.formats import ELEMENT_FORMATS
+from megatron_lowprec.recipe.quant_spec import FIXED_SIGNS, ScaleSpec, TensorScaleSpec
 from megatron_lowprec.recipe.schema import OptimizerSpec
-from megatron_lowprec.scaling import scale_rules
+from megatron_lowprec.scaling import SCALE_FORMATS, scale_rules
 
 FP8 = QuantSpec("e4m3", granularity="tensor")
 DELAYED = QuantSpec("e4m3", granularity="tensor", scaling="delayed")
+E4M3_SCALES = {"granularity": "1x16", "scale_format": "e4m3", "scale_rule": "product"}
+NVFP4 = QuantSpec("e2m1", **E4M3_SCALES, tensor_scale=TensorScaleSpec(2688.0))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format": "e5m3"}, f"format is 'e5m3', but must be one of {', '.join(FORMATS)}"),
-        ({"scale_format": "e4m3"}, "scale_format is 'e4m3', but must be one of fp32, e8m0"),
+        ({"format": "e5m3"}, f"format is 'e5m3', but must be one of {', '.join(ELEMENT_FORMATS)}"),
+        ({"scale_format": "e4m4"}, f"scale_format is 'e4m4', but must be one of {', '.join(SCALE_FORMATS)}"),
+        ({"format": "ue4m3"}, "format is 'ue4m3', but must be one of e4m3"),
+        ({"format": "e5m6", **E4M3_SCALES}, "e5m6 elements have 11 bits under e4m3 scales, but bf16 holds 8"),
+        (
+            {**E4M3_SCALES, "granularity": "tensor"},
+            "granularity tensor was asked with e4m3 scales, which need blocks such as 1x32",
+        ),
+        ({"tensor_scale": TensorScaleSpec(2688.0)}, "tensor_scale was asked above fp32 scales; it belongs above e4m3"),
+        (
+            {**E4M3_SCALES, "scaling": "delayed"},
+            "scaling delayed was asked with granularity 1x16 and e4m3 scales; a history is kept for granularity tensor",
+        ),
+        (
+            {"granularity": "1x32", "scale_format": "e8m0", "scale_rule": "floor", "amax_floor": 1e-4},
+            "amax_floor 0.0001 has no effect on e8m0 scales",
+        ),
         ({"rounding": "up"}, "rounding is 'up', but must be one of nearest_even, half_away, stochastic"),
         ({"scaling": "later"}, "scaling is 'later', but must be one of current, delayed"),
         ({"history_rule": "mean"}, "history_rule is 'mean', but must be one of max, most_recent"),
@@ -59,9 +77,9 @@ def test_operand_is_refused(fields: dict[str, Any], message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("block", [0, 16, 48, 512, "64"])
-def test_hadamard_block_names_the_four(block: Any) -> None:
-    with pytest.raises(UserError, match="must be one of 32, 64, 128, 256"):
+@pytest.mark.parametrize("block", [0, 8, 48, 512, "64"])
+def test_hadamard_block_names_those_there_are(block: Any) -> None:
+    with pytest.raises(UserError, match="must be one of 16, 32, 64, 128, 256"):
         HadamardSpec(block=block)
 
 
@@ -89,8 +107,52 @@ def test_an_integer_is_a_number() -> None:
 
 
 def test_hadamard_signs() -> None:
-    with pytest.raises(UserError, match="signs is 'same', but must be one of random, none"):
-        HadamardSpec(signs="same")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="signs is 'same', but must be one of random, none, nvfp4"):
+        HadamardSpec(signs="same")
+    with pytest.raises(UserError, match="signs nvfp4 has 16 entries, and block is 32"):
+        HadamardSpec(32, signs="nvfp4")
+    assert HadamardSpec(16, signs="nvfp4").fixed_signs == FIXED_SIGNS["nvfp4"]
+    assert HadamardSpec(32, signs="none").fixed_signs == (1,) * 32
+    assert HadamardSpec().fixed_signs is None
+
+
+def test_a_tensor_scale_needs_a_positive_target() -> None:
+    with pytest.raises(UserError, match=r"target is 0.0, but must be a positive number such as 2688.0"):
+        TensorScaleSpec(0.0)
+
+
+def test_scales_may_be_rounded_stochastically_if_they_are_coded() -> None:
+    with pytest.raises(UserError, match=r"scale.rounding stochastic was asked for fp32 scales"):
+        ScaleSpec("1x16", rounding="stochastic")
+    drawn = dataclasses.replace(NVFP4, scale=ScaleSpec("1x16", "e4m3", "product", rounding="stochastic"))
+    assert drawn.random
+    assert not NVFP4.random
+    assert Recipe("r", "", fprop=GemmSpec(input=drawn)).random
+
+
+def test_the_scales_fields_are_shorthand_for_a_row_of_its_own() -> None:
+    row = ScaleSpec("1x32", "e8m0", "floor")
+    spec = QuantSpec("e2m1", scale=row)
+    assert spec == QuantSpec("e2m1", "1x32", "e8m0", "floor")
+    assert (spec.granularity, spec.scale_format, spec.scale_rule, spec.amax_floor) == ("1x32", "e8m0", "floor", 0.0)
+    assert dataclasses.replace(spec, scale_rule="ceil").scale == ScaleSpec("1x32", "e8m0", "ceil")
+    assert dataclasses.replace(spec, scale=dataclasses.replace(row, rule="ceil")).scale_rule == "ceil"
+    with pytest.raises(UserError, match="an operand lacks its scale"):
+        QuantSpec("e4m3")
+
+
+@pytest.mark.parametrize(("gemm", "operand"), [("fprop", "weight"), ("dgrad", "grad_output"), ("wgrad", "input")])
+def test_source_fprop_needs_an_operand_of_fprop(gemm: str, operand: str) -> None:
+    again = dataclasses.replace(FP8, source="fprop")
+    plain = GemmSpec() if gemm == "wgrad" else GemmSpec(weight=FP8)
+    with pytest.raises(UserError, match=rf"{gemm}.{operand}.source is fprop, which dgrad.weight and wgrad.input can"):
+        Recipe("r", "", **{"fprop": plain, gemm: GemmSpec(**{operand: again})})
+    Recipe("r", "", fprop=GemmSpec(weight=FP8), dgrad=GemmSpec(weight=again))
+
+
+def test_one_history_serves_a_tensor_scale() -> None:
+    delayed = dataclasses.replace(NVFP4, scaling="delayed", history=50)
+    assert Recipe("r", "", fprop=GemmSpec(input=delayed)).delayed_operands() == {"input": (50, "max", "step")}
 
 
 @pytest.mark.parametrize("fields", [{"first_layers": -1}, {"last_layers": -2}])

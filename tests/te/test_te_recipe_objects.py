@@ -168,6 +168,7 @@ REASONS = [
     ),
     ("fp8_delayed", IN_BF16["dgrad"] + IN_BF16["wgrad"], "input has delayed scaling"),
     ("fp8_delayed", all_operands("scale_rule=amax_pow2"), "DelayedScaling has amax"),
+    ("fp8_current", ["dgrad.weight.source=fprop"], "dgrad.weight.source is fprop"),
     ("fp8_delayed", all_operands("amax_floor=1.0e-12"), "DelayedScaling has none"),
     ("fp8_delayed", ["fprop.fast_accumulation=false"], "fprop.fast_accumulation is false"),
     ("fp8_blockwise", ["fprop.fast_accumulation=true"], "fprop.fast_accumulation is true"),

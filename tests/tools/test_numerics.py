@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_lowprec.commands import lab as numerics
-from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.formats import ELEMENT_FORMATS
 from megatron_lowprec.kernels.gemm.fp8_accumulator import HOPPER, Fp8Accumulator
 from megatron_lowprec.lab import (
     accumulator,
@@ -129,7 +129,7 @@ def test_a_power_of_two_scale_does_not_change_sums_of_significand_bits() -> None
 
 
 # ---- formats, scales, clipping
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", ELEMENT_FORMATS.values(), ids=ELEMENT_FORMATS)
 def test_relative_errors_of_a_grid(fmt: number_formats.Format) -> None:
     row = number_formats.grid_row(fmt, LAB)
     assert row["published"] == "yes"

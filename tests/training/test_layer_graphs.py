@@ -25,6 +25,7 @@ from megatron_lowprec.quantization.random_stream import RandomStream
 from megatron_lowprec.quantization.transform import Transform
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.recipe.schema import HadamardSpec
 from megatron_lowprec.training import loop, model
 from megatron_lowprec.training.checkpoint import random_state
 from megatron_lowprec.training.config.arguments import parse
@@ -134,12 +135,12 @@ def test_draws_that_a_graph_would_repeat_are_refused(monkeypatch: pytest.MonkeyP
     assert spec is not None
     x, stream = torch.randn(32, 64), RandomStream((1, 2), row_span=ShardSlice())
     quantize(x, spec, random=stream)
-    Transform(32, stream).signs(x.device)
+    Transform(HadamardSpec(32), stream).signs(x.device)
     monkeypatch.setattr(device_rng_step, "capturing", lambda: True)
     with pytest.raises(UserError, match="stochastic rounding runs on this device outside of the fused MX kernel"):
         quantize(x, spec, random=stream)
     with pytest.raises(UserError, match="a random Hadamard transform runs on this device"):
-        Transform(32, stream).signs(x.device)
+        Transform(HadamardSpec(32), stream).signs(x.device)
 
 
 def test_generators_of_the_tracker_are_saved_and_restored_by_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_lowprec.formats import Format
+from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.quantize.rule import converts_fp8
 from megatron_lowprec.scaling import GRANULARITIES, SCALE_RULES
 
@@ -106,7 +107,7 @@ class Fp8Rule:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the codes."""
-        return torch.float8_e4m3fn if self.fmt.name == "e4m3" else torch.float8_e5m2
+        return DTYPES[self.fmt.name]
 
     def constants(
         self,

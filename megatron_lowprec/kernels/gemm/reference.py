@@ -17,7 +17,7 @@ def gemm(
     b_scale: torch.Tensor | None = None,
     a_block: tuple[int, int] = (1, 1),
     b_block: tuple[int, int] = (1, 1),
-    alpha: float = 1.0,
+    alpha: float | torch.Tensor = 1.0,
     out_dtype: torch.dtype,
     accumulate_into: torch.Tensor | None = None,
     overwrite: bool = False,
@@ -34,7 +34,7 @@ def gemm(
         b: [N, K] in the compute dtype.
         a_scale, b_scale: None, or fp32 decode scales: [1, 1], [R, 1], or [ceil(R / rows), ceil(K / columns)] of blocks.
         a_block, b_block: (rows, columns) that share a scale; ignored without scales.
-        alpha: multiplies the fp32 sum.
+        alpha: multiplies the fp32 sum; a number, or fp32 of one entry on the operands' device.
         out_dtype: dtype of the result.
         accumulate_into: fp32 [M, N]; add the product to it in fp32 and return it.
         overwrite: write the product to ``accumulate_into``, which is not read.
@@ -43,7 +43,7 @@ def gemm(
     Raises:
         ValueError: the blocks of the operands differ along K.
     """
-    if a_scale is None and b_scale is None and product is None:
+    if a_scale is None and b_scale is None and product is None and not isinstance(alpha, torch.Tensor):
         if accumulate_into is not None:
             return _accumulate(a, b, alpha, accumulate_into, overwrite)
         return _product(a, b, alpha, out_dtype)
@@ -56,7 +56,7 @@ def gemm(
                 part = part * _row_scale(scale, block, data.shape[0], k).unsqueeze(1 - dim)
         total = part if total is None else total + part
     assert total is not None
-    if alpha != 1.0:
+    if isinstance(alpha, torch.Tensor) or alpha != 1.0:
         total = total * alpha
     if accumulate_into is None:
         return total.to(out_dtype)

@@ -11,7 +11,8 @@ from functools import lru_cache
 import torch
 
 from megatron_lowprec.formats import Format
-from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES, fp8_codes
+from megatron_lowprec.kernels.format_dtypes import DTYPES
+from megatron_lowprec.kernels.multi_tensor_cast.reference import fp8_codes
 from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale
 
 Bounds = tuple[int, int]

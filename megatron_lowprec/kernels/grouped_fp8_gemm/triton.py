@@ -7,14 +7,15 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.grouped_cast_fp8.reference import BLOCK, padded_rows
 from megatron_lowprec.kernels.grouped_quantize.triton import group_of
 
 _DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
-    torch.float8_e4m3fn: tl.float8e4nv,
-    torch.float8_e5m2: tl.float8e5,
+    DTYPES["e4m3"]: tl.float8e4nv,
+    DTYPES["e5m2"]: tl.float8e5,
 }
 _BLOCK = tl.constexpr(BLOCK)
 _WARPS, _STAGES = 8, 3  # not tuned

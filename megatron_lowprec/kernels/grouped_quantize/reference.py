@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice, draw_bits
 from megatron_lowprec.kernels.quantize.reference import quantize_operand, uniform_from_bits
-from megatron_lowprec.kernels.quantize.rule import MX_BLOCK, MxRule
+from megatron_lowprec.kernels.quantize.rule import MxRule
 
 
 def scaled_signs_of_groups(keys: Sequence[Key], rng_step: torch.Tensor, group: int) -> torch.Tensor:
@@ -66,7 +66,7 @@ def quantize_mx_groups(
         made, _ = quantize_operand(
             matrix,
             rule.fmt,
-            (1, MX_BLOCK),
+            (1, rule.block),
             scale_format="e8m0",
             scale_rule=rule.scale_rule,
             rounding=rule.rounding,

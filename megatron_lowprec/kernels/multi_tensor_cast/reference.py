@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_lowprec.formats import Format
-
-DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+from megatron_lowprec.kernels.format_dtypes import DTYPES
 
 
 def fp8_codes(values: torch.Tensor, encode_scale: torch.Tensor, fmt: Format) -> torch.Tensor:

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.amax.triton_ops import amax_along
+from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.interpreted import INTERPRETED
 from megatron_lowprec.kernels.launch import Specialized, specialized_on
 from megatron_lowprec.kernels.operand_stats.reference import MAXIMA, SLACK, SUMS
@@ -266,7 +267,7 @@ def operand_stats(
     rows, columns = x.shape
     group = 1 if signs is None else signs.numel()
     padded = -(-columns // group) * group
-    if data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+    if data.dtype in DTYPES.values():
         data = data.view(torch.uint8)
     tile_columns = _COLUMNS if signs is None else group
     # 16 rows at least for a product, and less than 64: Triton 3.7 cannot compile what follows one in tensor memory

@@ -5,12 +5,15 @@ with the contracted dimension last. A block is (rows, columns); partial blocks a
 entries.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
-from megatron_lowprec.formats import E8M0_NAN, Format
+from megatron_lowprec.formats import E8M0_NAN, FORMATS, Format
 from megatron_lowprec.kernels.chunks import row_chunks
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.scaling import SCALE_RULES
@@ -41,7 +44,7 @@ def round_to_format(v: torch.Tensor, fmt: Format, rounding: str, uniform: torch.
     Returns:
         fp32 values of ``fmt``, the shape of ``v``.
     """
-    v = v.clamp(-fmt.max, fmt.max)
+    v = v.clamp(-fmt.max if fmt.signed else 0.0, fmt.max)
     # the step at |v|, 2^(exponent - mantissa_bits), and its reciprocal are built from the exponent field
     binade = (v.view(torch.int32) & _EXPONENT_FIELD).clamp_(min=(fmt.min_exponent + 127) << 23)
     step = binade - (fmt.mantissa_bits << 23)
@@ -85,11 +88,12 @@ def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     normal = ((exponent + fmt.bias) << fmt.mantissa_bits) | ((bits & _MANTISSA_FIELD) >> (23 - fmt.mantissa_bits))
     subnormal = (v.nan_to_num().abs() * 2.0 ** (fmt.mantissa_bits - fmt.min_exponent)).to(torch.int32)
     magnitude = torch.where(exponent < fmt.min_exponent, subnormal, normal)
-    nan_code = 0 if fmt.specials == "none" else (1 << (fmt.bits - 1)) - 1
+    width = fmt.exponent_bits + fmt.mantissa_bits
+    nan_code = 0 if fmt.specials == "none" else (1 << width) - 1
     magnitude = torch.where(v.isnan(), nan_code, magnitude)
     if fmt.specials == "ieee":
         magnitude = torch.where(v.isinf(), ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits, magnitude)
-    codes = magnitude | (torch.signbit(v).to(torch.int32) << (fmt.bits - 1))
+    codes = magnitude | (torch.signbit(v).to(torch.int32) << width) if fmt.signed else magnitude
     return codes.to(torch.uint8 if fmt.bits <= 8 else torch.int16)
 
 
@@ -105,7 +109,7 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
         value = torch.where(top, torch.where(mantissa == 0, torch.inf, torch.nan), value)
     elif fmt.specials == "nan":
         value = torch.where(top & (mantissa == (1 << fmt.mantissa_bits) - 1), torch.nan, value)
-    return torch.where((c >> (fmt.bits - 1)) > 0, -value, value)
+    return torch.where((c >> (fmt.exponent_bits + fmt.mantissa_bits)) > 0, -value, value) if fmt.signed else value
 
 
 # ---- scales
@@ -133,7 +137,8 @@ def e8m0_scale(amax: torch.Tensor, fmt: Format, rule: str) -> torch.Tensor:
     number = amax / torch.full_like(amax, fmt.max) if row.divides else amax
     bits = number.view(torch.int32)
     if row.rounds_amax:
-        bits = bits + (1 << (22 - fmt.mantissa_bits))
+        # half a step of the mantissa; a subnormal number that can leave byte 0 lies in the binade below
+        bits = bits + torch.where(bits < 1 << 23, 1 << (21 - fmt.mantissa_bits), 1 << (22 - fmt.mantissa_bits))
     byte = bits >> 23
     if row.rounds_up:
         # a subnormal number is at most 2^-127, byte 0, or at most 2^-126, byte 1
@@ -182,6 +187,67 @@ def fp32_encode_scale(
     return torch.where(amax.isfinite(), scale, torch.nan)
 
 
+class TensorScale(NamedTuple):
+    """fp32 scales of a whole tensor, [1, 1]: ``encode`` multiplies entries, ``decode`` decoded elements.
+
+    Or [R, 1], if each row of an operand is a tensor of its own.
+    """
+
+    encode: torch.Tensor
+    decode: torch.Tensor
+
+
+def tensor_scale(amax: torch.Tensor, target: float, rule: str, margin: int = 0) -> TensorScale:
+    """Scale of a tensor from its amax, by a coded rule of ``scaling.SCALE_RULES``; T = target / 2^margin.
+
+    ``product`` has encode = fl(T / amax) and decode = fl(1 / encode), ``quotient`` decode = fl(amax / T) and encode =
+    fl(1 / decode). amax 0 gives 1. Encode scales end at fp32's maximum; NaN and Inf give NaN.
+
+    Args:
+        amax: fp32 [1, 1] or [R, 1], not negative.
+    """
+    scaled_max = torch.full_like(amax, target * 2.0**-margin)
+    amax = torch.where(amax.isfinite(), amax, torch.nan)
+    known = torch.where(amax == 0, scaled_max, amax)
+    first = known / scaled_max if SCALE_RULES[rule].divides else (scaled_max / known).clamp(max=_FP32_MAX)
+    second = (torch.ones_like(first) / first).clamp(max=_FP32_MAX)
+    return TensorScale(second, first) if SCALE_RULES[rule].divides else TensorScale(first, second)
+
+
+def coded_scale(
+    amax: torch.Tensor,
+    fmt: Format,
+    scale_fmt: Format,
+    rule: str,
+    of_tensor: TensorScale | None,
+    rounding: str = "nearest_even",
+    uniform: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Value and encode scale of each block's coded scale, by a coded rule of ``scaling.SCALE_RULES``.
+
+    The value is A G / M rounded to ``scale_fmt``, saturating. The encode scale is the reciprocal of the value times the
+    tensor's decode scale; a value of 0 has fp32's maximum, so its entries saturate and decode to 0.
+
+    Args:
+        amax: fp32 amax A of each block, any shape.
+        of_tensor: None for no tensor scale.
+        uniform: draws of stochastic rounding, the shape of ``amax``.
+
+    Returns:
+        fp32 values on the grid of ``scale_fmt``, and fp32 encode scales.
+    """
+    one = torch.ones((1, 1), device=amax.device)
+    tensor = TensorScale(one, one) if of_tensor is None else of_tensor
+    largest = torch.full_like(one, fmt.max)
+    if SCALE_RULES[rule].divides:
+        value = round_to_format((amax / largest) / tensor.decode, scale_fmt, rounding, uniform)
+        encode_scale = tensor.encode / value
+    else:
+        value = round_to_format(amax * (tensor.encode * (one / largest)), scale_fmt, rounding, uniform)
+        encode_scale = torch.ones_like(value) / (value * tensor.decode)
+    return value, encode_scale.clamp(max=_FP32_MAX)
+
+
 # ---- operands
 def quantize_operand(
     x: torch.Tensor,
@@ -194,8 +260,11 @@ def quantize_operand(
     headroom: float = 1.0,
     amax_floor: float = 0.0,
     encode_scale: torch.Tensor | None = None,
+    of_tensor: TensorScale | None = None,
     signs: torch.Tensor | None = None,
     uniform: Uniform | None = None,
+    scale_rounding: str = "nearest_even",
+    scale_uniform: Uniform | None = None,
     dequantize: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Transform, scale and round an operand.
@@ -205,17 +274,20 @@ def quantize_operand(
         block: (rows, columns) that share a scale.
         scale_format, scale_rule, rounding, headroom, amax_floor: as in ``recipe.schema.QuantSpec``.
         encode_scale: fp32, one entry a block, if the scale is known (delayed, or shared by ranks).
+        of_tensor: scale of the tensor above coded block scales; None for no such level.
         signs: [g], applies the Hadamard transform first.
         uniform: draws of stochastic rounding.
-        dequantize: multiply the elements by their decode scale; exact for a power of two in bf16's range.
+        scale_rounding, scale_uniform: of coded scales; a block takes the draw of its first entry.
+        dequantize: multiply the elements by their block's scale; exact in bf16's range for a power of two and for the
+            coded scales of a ``QuantSpec``.
 
     Returns:
         elements: [R, K] in the dtype of x, values on the grid of ``fmt`` (exact in bf16), or dequantized.
-        scale: E8M0 bytes (uint8) or fp32 decode scales, [ceil(R / rows), ceil(K / columns)].
+        scale: fp32 decode scales, or codes of block scales (uint8), [ceil(R / rows), ceil(K / columns)].
     """
     elements = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     scales = [
-        torch.empty(0, -(-x.shape[1] // block[1]), dtype=torch.uint8 if scale_format == "e8m0" else torch.float32)
+        torch.empty(0, -(-x.shape[1] // block[1]), dtype=torch.float32 if scale_format == "fp32" else torch.uint8)
     ]
     shared = encode_scale is not None and encode_scale.shape[0] == 1
     scale_rows = 1 if shared else block[0]
@@ -228,6 +300,13 @@ def quantize_operand(
         elif scale_format == "e8m0":
             scale = e8m0_scale(block_amax(part, block), fmt, scale_rule)
             encoder, decoder = e8m0_encode_scale(scale), e8m0_decode_scale(scale)
+        elif scale_format != "fp32":
+            draws = None if scale_uniform is None else scale_uniform(chunk)[:: block[0], :: block[1]]
+            scale_fmt, amax, tensor = FORMATS[scale_format], block_amax(part, block), of_tensor
+            if tensor is not None and len(tensor.encode) > 1:
+                tensor = TensorScale(tensor.encode[chunk], tensor.decode[chunk])
+            decoder, encoder = coded_scale(amax, fmt, scale_fmt, scale_rule, tensor, scale_rounding, draws)
+            scale = encode(decoder, scale_fmt)
         else:
             encoder = fp32_encode_scale(block_amax(part, block), fmt, scale_rule, amax_floor)
             scale = decoder = torch.ones_like(encoder) / encoder

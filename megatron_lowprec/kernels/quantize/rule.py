@@ -7,10 +7,9 @@ import torch
 
 from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.philox.key import Key
-from megatron_lowprec.scaling import GRANULARITIES, SCALE_RULES
+from megatron_lowprec.scaling import SCALE_RULES
 
 ROUNDINGS = {"nearest_even": 0, "half_away": 1, "stochastic": 2}
-MX_BLOCK = GRANULARITIES["1x32"].columns or 0
 
 
 def converts_fp8(device: torch.device) -> bool:
@@ -20,7 +19,7 @@ def converts_fp8(device: torch.device) -> bool:
 
 def rules_that(attribute: str) -> int:
     """Bit set of the E8M0 rules with an attribute of ``ScaleRule``, by the rules' numbers."""
-    rows = [row for row in SCALE_RULES.values() if row.scale_format == "e8m0"]
+    rows = [row for row in SCALE_RULES.values() if "e8m0" in row.scale_formats]
     return sum(1 << row.number for row in rows if getattr(row, attribute))
 
 
@@ -45,6 +44,7 @@ class MxConstants(NamedTuple):
     Attributes:
         PACKED: whether two bf16 numbers are read as a word.
         ALONG_ROWS, ALONG_COLUMNS: whether rowwise and columnwise data are written.
+        BLOCK: consecutive entries that share a scale.
         GROUP: consecutive entries in a thread: the transform's block, or an MX block without a transform.
         HADAMARD: whether groups are transformed.
         MANTISSA, MIN_EXPONENT, MAX, MAX_EXPONENT: properties of the format.
@@ -60,6 +60,7 @@ class MxConstants(NamedTuple):
     PACKED: bool
     ALONG_ROWS: bool
     ALONG_COLUMNS: bool
+    BLOCK: int
     GROUP: int
     HADAMARD: bool
     MANTISSA: int
@@ -79,6 +80,7 @@ class MxConstants(NamedTuple):
 class MxRule:
     """Rule of an MX quantization, fields as in ``recipe.schema.QuantSpec``; the same for both directions.
 
+    ``block`` is the number of entries along the contracted dimension that share a scale, a power of two from 8 up.
     It caches the kernels specialized for it, since the lookup must cost less than a launch.
     """
 
@@ -87,15 +89,16 @@ class MxRule:
     rounding: str = "nearest_even"
     random_bits: int = 16
     headroom: float = 1.0
+    block: int = 32
     kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def constants(
-        self, block: int, rows: bool, columns: bool, packed: bool, codes: bool, converts: bool
+        self, transform: int, rows: bool, columns: bool, packed: bool, codes: bool, converts: bool
     ) -> MxConstants:
         """Constants of the kernel that writes these outputs.
 
         Args:
-            block: of the transform, 0 for none.
+            transform: block of the transform, a multiple of ``block``; 0 for none.
             converts: ``converts_fp8`` of the device.
         """
         fmt = self.fmt
@@ -103,8 +106,9 @@ class MxRule:
             PACKED=packed,
             ALONG_ROWS=rows,
             ALONG_COLUMNS=columns,
-            GROUP=block or MX_BLOCK,
-            HADAMARD=block > 0,
+            BLOCK=self.block,
+            GROUP=transform or self.block,
+            HADAMARD=transform > 0,
             MANTISSA=fmt.mantissa_bits,
             MIN_EXPONENT=fmt.min_exponent,
             MAX=fmt.max,

@@ -16,7 +16,7 @@ from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.philox.triton import place
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule, converts_fp8
-from megatron_lowprec.kernels.quantize.triton_ops import MX_BLOCK, quantize_groups
+from megatron_lowprec.kernels.quantize.triton_ops import quantize_groups
 from megatron_lowprec.kernels.tuning import Tuned
 
 _KEYS = ["rk0", "rk1", "ck0", "ck1"]
@@ -67,7 +67,7 @@ def _mx_kernel(
     # two 4-bit codes share a byte
     SHARE: tl.constexpr = 2 if MX.CODE_BITS == 4 else 1
     GROUP: tl.constexpr = MX.GROUP
-    BLOCKS: tl.constexpr = GROUP // MX_BLOCK
+    BLOCKS: tl.constexpr = GROUP // MX.BLOCK
     tl.static_assert(BM == GROUP or not MX.ALONG_COLUMNS)
     tiles_n = tl.cdiv(N, BN)
     tile = tl.program_id(0)
@@ -121,7 +121,7 @@ def _mx_kernel(
             byte_column = (tile % tiles_n) * (BN // SHARE) + (group % PER_ROW) * (GROUP // SHARE)
             first = (m.to(tl.int64) * row_pitch + byte_column)[None, :]
             tl.store(row_ptr + first + tl.arange(0, GROUP // SHARE)[:, None], out, mask=inside)
-            block = (m.to(tl.int64) * (N // MX_BLOCK) + first_column // MX_BLOCK)[None, :]
+            block = (m.to(tl.int64) * (N // MX.BLOCK) + first_column // MX.BLOCK)[None, :]
             tl.store(row_scale_ptr + block + tl.arange(0, BLOCKS)[:, None], byte.to(tl.uint8), mask=inside)
     if MX.ALONG_COLUMNS:
         # after the rowwise part this read hits the cache: registers for the tile are better spent on warps
@@ -151,7 +151,7 @@ def _mx_kernel(
             byte_column = (tile // tiles_n) * (GROUP // SHARE)
             first = (n.to(tl.int64) * col_pitch + byte_column)[None, :]
             tl.store(col_ptr + first + tl.arange(0, GROUP // SHARE)[:, None], out, mask=inside)
-            block = (n.to(tl.int64) * (padded_M // MX_BLOCK) + first_column // MX_BLOCK)[None, :]
+            block = (n.to(tl.int64) * (padded_M // MX.BLOCK) + first_column // MX.BLOCK)[None, :]
             tl.store(col_scale_ptr + block + tl.arange(0, BLOCKS)[:, None], byte.to(tl.uint8), mask=inside)
 
 
@@ -166,7 +166,7 @@ class MxCast(NamedTuple):
             entry 2i in the low nibble.
         columnwise_data: dequantized, [N, M], M rounded up to whole groups if transformed, a transposed view; or codes
             [N, M rounded up to whole groups], row-major, padded with quantized zeros.
-        rowwise_scale, columnwise_scale: E8M0 bytes, uint8 [R, K / 32]; only with codes.
+        rowwise_scale, columnwise_scale: E8M0 bytes, uint8 [R, K / rule.block]; only with codes.
     """
 
     rowwise_data: torch.Tensor | None = None
@@ -188,8 +188,8 @@ def quantize_mx(
     """Rowwise MX data, columnwise MX data or both of a matrix, from one read.
 
     Args:
-        x: [M, N] bf16 or fp32, the last dimension contiguous; N a multiple of 32 and of len(signs) if ``rows`` is
-            given. Any M: the kernel zero-pads columns, which changes no scale.
+        x: [M, N] bf16 or fp32, the last dimension contiguous; N a multiple of ``rule.block`` and of len(signs) if
+            ``rows`` is given. Any M: the kernel zero-pads columns, which changes no scale.
         rule: format, scale and rounding.
         rows: rowwise data, blocks along the last dimension (the operand x); None to omit.
         columns: columnwise data, blocks along the first dimension (the operand x.T); None to omit.
@@ -237,7 +237,7 @@ class _MxKernel:
         self, rule: MxRule, block: int, rows: bool, columns: bool, packed: bool, codes: bool, converts: bool
     ) -> None:
         constants = rule.constants(block, rows, columns, packed, codes, converts)
-        self._group, self._transforms = constants.GROUP, constants.HADAMARD
+        self._block, self._group, self._transforms = rule.block, constants.GROUP, constants.HADAMARD
         self._codes_a_byte = 0 if not codes else 2 if rule.fmt.bits == 4 else 1
         self._code_dtype = torch.uint8 if rule.fmt.bits <= 8 else torch.int16
         self._unit = 1 << max(0, 23 - constants.MANTISSA - constants.RANDOM_BITS)
@@ -270,10 +270,10 @@ class _MxKernel:
         if share:
             if rows is not None:
                 row_data = torch.empty((M, N // share), dtype=self._code_dtype, device=device)
-                row_scale = torch.empty((M, N // MX_BLOCK.value), dtype=torch.uint8, device=device)
+                row_scale = torch.empty((M, N // self._block), dtype=torch.uint8, device=device)
             if columns is not None:
                 written = column_data = torch.empty((N, padded_M // share), dtype=self._code_dtype, device=device)
-                column_scale = torch.empty((N, padded_M // MX_BLOCK.value), dtype=torch.uint8, device=device)
+                column_scale = torch.empty((N, padded_M // self._block), dtype=torch.uint8, device=device)
             pitches = (N // share, padded_M // share)
         else:
             # the transform makes a group dense, padding included
@@ -341,7 +341,7 @@ def _tilings(group: int, rows: bool, columns: bool, transformed: bool, stochasti
         others.append(_Tiling(4, 512, 1, limit))
     else:
         others.append(first._replace(columns=max(32 if not rows else group, first.columns // 2)))
-        if rows and group == MX_BLOCK.value:
+        if rows and group <= 32:
             others.append(_Tiling(group, 64, 1, limit))
     return tuple(dict.fromkeys((first, *others)))
 

@@ -7,7 +7,6 @@ from megatron_lowprec.kernels.amax.triton_ops import larger
 from megatron_lowprec.kernels.philox.triton import draw_bits
 from megatron_lowprec.kernels.quantize import rule
 
-MX_BLOCK = tl.constexpr(rule.MX_BLOCK)
 # bit sets indexed by MX.RULE
 _DIVIDES = tl.constexpr(rule.rules_that("divides"))
 _ROUNDS_AMAX = tl.constexpr(rule.rules_that("rounds_amax"))
@@ -40,7 +39,11 @@ def e8m0(amax, MX: tl.constexpr):
         number = tl.div_rn(amax, tl.full(amax.shape, MX.MAX, tl.float32))
     bits = number.to(tl.int32, bitcast=True)
     if (_ROUNDS_AMAX >> MX.RULE) & 1:
-        bits += 1 << (22 - MX.MANTISSA)
+        HALF: tl.constexpr = 1 << (22 - MX.MANTISSA)
+        if MX.MAX_EXPONENT > 0:
+            bits += HALF
+        else:  # a subnormal amax can leave byte 0
+            bits += tl.where(bits < 0x800000, HALF // 2, HALF)
     byte = bits >> 23
     if (_ROUNDS_UP >> MX.RULE) & 1:
         byte += ((bits & 0x7FFFFF) > tl.where(byte == 0, 0x400000, 0)).to(tl.int32)
@@ -133,7 +136,7 @@ def quantize_groups(
     unit,
     MX: tl.constexpr,
 ):
-    """[MX.GROUP, P] fp32 -> elements, and scale bytes, int32 [GROUP / 32, P].
+    """[MX.GROUP, P] fp32 -> elements, and scale bytes, int32 [GROUP / BLOCK, P].
 
     Elements are fp32 [GROUP, P], dequantized; or, with ``MX.CODE_BITS`` above 0, int32 codes of that width,
     [GROUP, P], or uint8 [GROUP / 2, P] with two 4-bit codes a byte.
@@ -143,7 +146,7 @@ def quantize_groups(
     if MX.HADAMARD:
         signs = tl.load(signs_ptr + tl.arange(0, GROUP))
         y = hadamard(y, signs[:, None], GROUP)
-    blocks = tl.reshape(y, [GROUP // MX_BLOCK, MX_BLOCK, P])
+    blocks = tl.reshape(y, [GROUP // MX.BLOCK, MX.BLOCK, P])
     amax = tl.reduce(tl.abs(blocks), 1, larger)
     byte = e8m0(amax, MX)
     # 2^(127 - byte) is the byte 254 - byte; 255 stays NaN
@@ -152,7 +155,7 @@ def quantize_groups(
     if MX.ROUNDING == STOCHASTIC:
         draws = tl.reshape(
             draw_bits(row, first_column, key0, key1, step, microbatch, start, gate_offset, gate_stride, GROUP),
-            [GROUP // MX_BLOCK, MX_BLOCK, P],
+            [GROUP // MX.BLOCK, MX.BLOCK, P],
         )
     else:
         draws = tl.zeros([1, 1, 1], tl.uint32)

@@ -25,14 +25,14 @@ from typing import NamedTuple
 import torch
 
 from megatron_lowprec.formats import FORMATS, Format
+from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL, WHOLE, ShardSlice, halves, philox
 from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale, round_to_format, uniform_from_bits
 
 STATE = ("exp_avg", "exp_avg_sq", "master")
 SECOND = STATE.index("exp_avg_sq")
 FORMAT_OF = {
-    torch.float8_e4m3fn: FORMATS["e4m3"],
-    torch.float8_e5m2: FORMATS["e5m2"],
+    **{dtype: FORMATS[name] for name, dtype in DTYPES.items()},
     torch.float16: Format("fp16", 5, 10, bias=15, max=65504.0, specials="ieee", source="IEEE 754, binary16"),
 }
 

@@ -20,6 +20,7 @@ from megatron_lowprec.formats import FORMATS, Format
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
 from megatron_lowprec.kernels.cast_fp8.rule import CodeConstants, code_constants
 from megatron_lowprec.kernels.cast_fp8.triton_ops import from_fp8, round_to_bf16, to_fp8
+from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL
 from megatron_lowprec.kernels.philox.triton import philox
 from megatron_lowprec.kernels.quantize.triton_ops import STOCHASTIC, round_to_grid
@@ -38,8 +39,8 @@ _KINDS = {
     torch.float32: _FP32.value,
     torch.bfloat16: _BF16.value,
     torch.float16: _FP16.value,
-    torch.float8_e4m3fn: _E4M3.value,
-    torch.float8_e5m2: _E5M2.value,
+    DTYPES["e4m3"]: _E4M3.value,
+    DTYPES["e5m2"]: _E5M2.value,
     None: _NONE.value,
 }
 

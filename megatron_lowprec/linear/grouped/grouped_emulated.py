@@ -16,12 +16,13 @@ from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import mx_rule
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.quantization.transform import Transform
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
 
 
 def has_grouped_kernels(spec: QuantSpec | None) -> bool:
     """Whether an operand is quantized for all experts in one launch: MX blocks of 32, or not at all."""
-    return spec is None or (spec.block == (1, 32) and spec.scale_format == "e8m0")
+    return spec is None or (spec.block == (1, 32) and spec.scale_format == "e8m0" and spec.source == "original")
 
 
 class GroupedEmulatedGemms(GroupedBackend):
@@ -87,6 +88,8 @@ class GroupedEmulatedGemms(GroupedBackend):
             return False
         if (any(quantized) or transform is not None) and not all(quantized):
             return False
+        if transform is not None and transform[0].block < 32:
+            return False
         # whole groups along features; along tokens the kernels pad
         group = max(32, self._padding(name)) if any(quantized) else 8
         return all(size % group == 0 for size in weight.shape)
@@ -137,7 +140,7 @@ class GroupedEmulatedGemms(GroupedBackend):
                 keys = [Key.of(found[1].key) for found in of_experts if found is not None]
                 signs = op.scaled_signs_of_groups(keys, moment, group)
             else:
-                signs = torch.full((len(sources), group), group**-0.5, device=device)
+                signs = Transform(transform[0]).scaled_signs(device).expand(len(sources), group).contiguous()
         columnwise = SIDES[tensor][1] == name
         stream = self._first.rounding[name, tensor]
         spans = (stream.row_span, stream.column_span)

@@ -22,6 +22,7 @@ from torch import nn
 
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.kernels.dispatch import partial_amax
+from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.mcore import patches
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.optimizer.adamw import ScaledAdamW
@@ -206,8 +207,7 @@ def _block_amaxes(found: Sequence[tuple[Fp8Weight, MainShard | None, int]]) -> l
 def _tensor_amaxes(mains: Sequence[MainShard | None], device: torch.device) -> list[torch.Tensor]:
     """Amax of each shard's values, fp32 [1]; 0 for None."""
     held = [main for main in mains if main is not None]
-    fp8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-    stored = [main.stored.float() if main.stored.dtype in fp8 else main.stored for main in held]
+    stored = [main.stored.float() if main.stored.dtype in DTYPES.values() else main.stored for main in held]
     norms = iter(zip(held, torch._foreach_norm(stored, math.inf) if held else (), strict=True))
     amaxes = []
     for main in mains:

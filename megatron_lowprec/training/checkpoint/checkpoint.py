@@ -30,7 +30,6 @@ from megatron_lowprec.mcore.optim.scaled_adam import scaled_adams
 from megatron_lowprec.mcore.releases import loadable
 from megatron_lowprec.mcore.te.te_layers import EXTRA_STATE, loading_extra_states
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
-from megatron_lowprec.recipe.parsing import recipe_to_dict
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from megatron_lowprec.training.checkpoint import optimizer_state, random_state, safe_load
 from megatron_lowprec.training.checkpoint.history_tensors import store_histories_as_tensors
@@ -279,7 +278,7 @@ def _leave_out_extra_states(
     """
     before = found.content["options"].get("transformer_impl", "local")
     stored = found.content.get("recipe", {})
-    same_recipe = stored == recipe_to_dict(trainer.runtime.recipe)
+    same_recipe = found.recipe == trainer.runtime.recipe
     if same_recipe and same_gradients and before == trainer.config.transformer_impl:
         return False, []
     for name, chunk in state.items():

@@ -247,7 +247,7 @@ def _bytes_of_input(config: Config, runs: Runs | None, layer: int) -> float:
     spec = runs.recipe.fprop.input
     assert spec is not None
     in_fp8 = spec.format in ("e4m3", "e5m2")  # others are values in memory
-    scale = 1 if spec.scale_format == "e8m0" else 4
+    scale = 4 if spec.scale_format == "fp32" else 1
     return hidden * (1 if in_fp8 else width) + scales_of_token(spec, hidden) * scale
 
 

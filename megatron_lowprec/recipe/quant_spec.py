@@ -1,0 +1,287 @@
+"""Quantization of one operand: its elements, the levels of its scale, and the transform before both; frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.formats import ELEMENT_FORMATS, FORMATS
+from megatron_lowprec.recipe.field_types import check_fields
+from megatron_lowprec.scaling import CODED_SCALE_FORMATS, SCALE_FORMATS, SCALE_RULES, granularity_of, scale_rules
+
+Rounding = Literal["nearest_even", "half_away", "stochastic"]
+ScaleRounding = Literal["nearest_even", "stochastic"]
+Scaling = Literal["current", "delayed"]
+HistoryRule = Literal["max", "most_recent"]
+HistoryUpdate = Literal["step", "microbatch"]
+Source = Literal["original", "fprop"]
+
+HADAMARD_BLOCKS = (16, 32, 64, 128, 256)
+FIXED_SIGNS = {"nvfp4": (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)}
+"""Sign vectors that all layers share: ``nvfp4`` is TransformerEngine's."""
+_EXACT_BITS = 8  # of the significand in bf16
+
+
+@dataclass(frozen=True)
+class ScaleSpec:
+    """Scales of the blocks of an operand.
+
+    Attributes:
+        granularity: the entries that share a scale: ``"tensor"``, ``"row"`` (all of the contracted dimension for one
+            index of the other), or ``"RxC"``: R indices of the other dimension by C of the contracted one (MX ``1x32``,
+            DeepSeek ``1x128`` and ``128x128``, NVFP4 ``1x16``).
+        format: ``"fp32"``, ``"e8m0"`` (OCP's power-of-two byte), or a coded one, ``"e4m3"``, ``"ue4m3"``, ``"ue5m3"``.
+        rule: a row of ``scaling.SCALE_RULES``. With A the block's largest magnitude, M the element format's maximum,
+            emax its exponent, and G and D the tensor scale's encode and decode scale (1 without one), the decode scale
+            is, each operation rounded to fp32,
+
+            ====== ========= ===============================================================================
+            fp32   amax      1 / (M / A)
+            fp32   amax_pow2 the same, M / A rounded down to a power of two
+            e8m0   floor     2^(floor(log2 A) - emax); OCP MX v1.0, section 6.3: values above M saturate
+            e8m0   round_up  2^ceil(log2(A / M)); arXiv 2506.08027: nothing saturates
+            e8m0   ceil      2^(ceil(log2 A) - emax) (torchao)
+            e8m0   even      floor, after A was rounded to the element's mantissa (torchao)
+            coded  product   code(A (G (1 / M))) times D = 1 / G (TransformerEngine)
+            coded  quotient  code((A / M) / D) times D (torchao)
+            ====== ========= ===============================================================================
+        rounding: of a coded scale; ``"stochastic"`` draws one number a block.
+        amax_floor: smallest A of an fp32 scale (torchao 1e-12, DeepGEMM 1e-4); 0 for none.
+    """
+
+    granularity: str
+    format: str = "fp32"
+    rule: str = "amax"
+    rounding: ScaleRounding = "nearest_even"
+    amax_floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        try:
+            block = granularity_of(self.granularity).block
+        except ValueError:
+            raise UserError(
+                f"granularity is {self.granularity!r}, but must be tensor, row or ROWSxCOLUMNS such as 1x32"
+            ) from None
+        if self.format not in SCALE_FORMATS:
+            raise UserError(f"scale_format is {self.format!r}, but must be one of {', '.join(SCALE_FORMATS)}")
+        if self.rule not in scale_rules(self.format):
+            raise UserError(
+                f"scale_rule {self.rule!r} does not belong to scale_format {self.format!r}, "
+                f"which has {', '.join(scale_rules(self.format))}"
+            )
+        if self.format != "fp32" and block is None:
+            raise UserError(
+                f"granularity {self.granularity} was asked with {self.format} scales, which need blocks such as 1x32; "
+                "power-of-two scales of whole rows or tensors are scale_format fp32 with scale_rule amax_pow2"
+            )
+        if not 0.0 <= self.amax_floor < float("inf"):
+            raise UserError(f"amax_floor is {self.amax_floor}, but must be 0 or a positive number")
+        if self.format != "fp32" and self.amax_floor:
+            raise UserError(f"amax_floor {self.amax_floor} has no effect on {self.format} scales; leave it at 0")
+        if self.rounding == "stochastic" and self.format not in CODED_SCALE_FORMATS:
+            raise UserError(
+                f"scale.rounding stochastic was asked for {self.format} scales, whose rules round only one way; "
+                f"use scale_format {', '.join(CODED_SCALE_FORMATS)}, or leave it out"
+            )
+
+
+@dataclass(frozen=True)
+class TensorScaleSpec:
+    """One fp32 scale of the whole tensor above its blocks' coded scales: G = target / amax, decode scale 1 / G.
+
+    ``QuantSpec.scaling`` names the source of the amax: the tensor, over all ranks that hold parts of it, or a history.
+
+    Attributes:
+        target: amax of the scaled tensor: the largest block scale times the largest element, 448 * 6 = 2688 for NVFP4,
+            256 * 6 for four-over-six.
+    """
+
+    target: float
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 0.0 < self.target < float("inf"):
+            raise UserError(f"target is {self.target}, but must be a positive number such as 2688.0")
+
+
+@dataclass(frozen=True, init=False)
+class QuantSpec:
+    """Quantization of one operand of one GEMM.
+
+    ``granularity``, ``scale_format``, ``scale_rule`` and ``amax_floor`` are the scale's fields, as shorthand arguments
+    of the constructor and of ``dataclasses.replace``, and as properties.
+
+    Attributes:
+        format: element format, a key of ``formats.ELEMENT_FORMATS``.
+        scale: scales of the blocks.
+        tensor_scale: fp32 scale above coded ones; None for no such level.
+        rounding: ``"nearest_even"``, ``"half_away"`` (microxcaling's default) or ``"stochastic"``.
+        random_bits: bits of each draw of stochastic rounding, 1 to 16.
+        headroom: factor on the scaled value before rounding. Algorithm 2 of arXiv 2502.20586 uses 3/4, so that nothing
+            saturates under the floor rule; the GEMM's accumulator is multiplied by the reciprocal of both operands'
+            product.
+        scaling: source of the tensor's amax, which the scale of granularity ``"tensor"`` or the tensor scale takes:
+            ``"current"``, the tensor itself; ``"delayed"``, the ``history`` of earlier steps (TE).
+        history: length of delayed scaling's window.
+        history_rule: ``"max"`` over the window, or its ``"most_recent"`` entry.
+        history_update: one entry per ``"step"``, the largest amax of its microbatches; or one per ``"microbatch"``, as
+            in TE: the window then spans ``history`` / microbatches steps, and the scale changes within a step.
+        margin: delayed scaling uses M / 2^margin for M, or target / 2^margin for the target.
+        source: ``"fprop"`` in dgrad and wgrad quantizes the dequantized operand of fprop again (arXiv 2601.22813),
+            instead of the ``"original"`` tensor.
+    """
+
+    format: str
+    scale: ScaleSpec
+    tensor_scale: TensorScaleSpec | None = None
+    rounding: Rounding = "nearest_even"
+    random_bits: int = 16
+    headroom: float = 1.0
+    scaling: Scaling = "current"
+    history: int = 1024
+    history_rule: HistoryRule = "max"
+    history_update: HistoryUpdate = "step"
+    margin: int = 0
+    source: Source = "original"
+
+    def __init__(
+        self,
+        format: str,
+        granularity: str | None = None,
+        scale_format: str | None = None,
+        scale_rule: str | None = None,
+        rounding: Rounding = "nearest_even",
+        random_bits: int = 16,
+        headroom: float = 1.0,
+        amax_floor: float | None = None,
+        scaling: Scaling = "current",
+        history: int = 1024,
+        history_rule: HistoryRule = "max",
+        history_update: HistoryUpdate = "step",
+        margin: int = 0,
+        *,
+        scale: ScaleSpec | None = None,
+        tensor_scale: TensorScaleSpec | None = None,
+        source: Source = "original",
+    ) -> None:
+        given = {"granularity": granularity, "format": scale_format, "rule": scale_rule, "amax_floor": amax_floor}
+        shorthand: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if scale is None and granularity is None:
+            raise UserError("an operand lacks its scale: give granularity, such as 1x32, or scale=ScaleSpec(...)")
+        scale = ScaleSpec(**shorthand) if scale is None else replace(scale, **shorthand) if shorthand else scale
+        fields = locals()
+        for name in type(self).__dataclass_fields__:
+            object.__setattr__(self, name, fields[name])
+        self._check()
+
+    def _check(self) -> None:
+        check_fields(self)
+        if self.format not in ELEMENT_FORMATS:
+            raise UserError(f"format is {self.format!r}, but must be one of {', '.join(ELEMENT_FORMATS)}")
+        if not 1 <= self.random_bits <= 16:
+            raise UserError(f"random_bits is {self.random_bits}, but a draw has 1 to 16 bits")
+        if not 0.0 < self.headroom <= 1.0:
+            raise UserError(f"headroom is {self.headroom}, but must lie above 0 and not above 1")
+        coded = self.scale_format in CODED_SCALE_FORMATS
+        if coded and (bits := _significant_bits(self.format, self.scale_format)) > _EXACT_BITS:
+            raise UserError(
+                f"{self.format} elements have {bits} bits under {self.scale_format} scales, but bf16 holds "
+                f"{_EXACT_BITS}: use a narrower format, or fp32 or e8m0 scales"
+            )
+        if self.tensor_scale is not None and not coded:
+            raise UserError(
+                f"tensor_scale was asked above {self.scale_format} scales; it belongs above "
+                f"{', '.join(CODED_SCALE_FORMATS)}: set one of them as scale_format, or tensor_scale=null"
+            )
+        if self.margin < 0 or (self.margin and self.scaling != "delayed"):
+            raise UserError(f"margin {self.margin} was asked; it is a number from 0 up, for scaling delayed only")
+        if self.scaling == "delayed" and not self.has_tensor_amax:
+            raise UserError(
+                f"scaling delayed was asked with granularity {self.granularity} and {self.scale_format} scales; a "
+                "history is kept for granularity tensor with fp32 scales, or for a tensor_scale: use scaling current"
+            )
+        if self.history < 1:
+            raise UserError(f"history is {self.history}, but must be at least 1")
+
+    @property
+    def granularity(self) -> str:
+        """Of the scale."""
+        return self.scale.granularity
+
+    @property
+    def scale_format(self) -> str:
+        """Format of the scale."""
+        return self.scale.format
+
+    @property
+    def scale_rule(self) -> str:
+        """Rule of the scale."""
+        return self.scale.rule
+
+    @property
+    def amax_floor(self) -> float:
+        """Of the scale."""
+        return self.scale.amax_floor
+
+    @cached_property
+    def block(self) -> tuple[int, int] | None:
+        """(rows, columns) of a block, columns along the contracted dimension; None for ``tensor`` and ``row``."""
+        return granularity_of(self.scale.granularity).block
+
+    @cached_property
+    def power_of_two_scale(self) -> bool:
+        """Whether every decode scale of a block is a power of two."""
+        return SCALE_RULES[self.scale.rule].power_of_two
+
+    @cached_property
+    def folds_scale(self) -> bool:
+        """Whether an element times its block's scale is exact in bf16, but for its range: power-of-two or coded."""
+        return self.power_of_two_scale or self.scale.format in CODED_SCALE_FORMATS
+
+    @property
+    def has_tensor_amax(self) -> bool:
+        """Whether a scale follows from the amax of the whole tensor."""
+        return self.scale.granularity == "tensor" or self.tensor_scale is not None
+
+    @cached_property
+    def random(self) -> bool:
+        """Whether elements or scales are rounded stochastically."""
+        return "stochastic" in (self.rounding, self.scale.rounding)
+
+
+def _significant_bits(element: str, scale: str) -> int:
+    return FORMATS[element].significant_bits + FORMATS[scale].significant_bits
+
+
+@dataclass(frozen=True)
+class HadamardSpec:
+    """Hadamard transform of both operands of a GEMM along the contracted dimension, before scaling.
+
+    ``x -> (x * sign) H / sqrt(block)`` on contiguous groups of ``block``, with H Sylvester's matrix and one sign
+    vector of ``block`` entries, shared by the GEMM's operands.
+
+    Attributes:
+        signs: ``"random"``, drawn for each GEMM of each microbatch (arXiv 2502.20586, Algorithm 3); ``"none"``, all
+            ones; or a row of ``FIXED_SIGNS``, whose length is the block.
+    """
+
+    block: int = 64
+    signs: str = "random"
+
+    def __post_init__(self) -> None:
+        if self.block not in HADAMARD_BLOCKS:
+            raise UserError(f"block is {self.block!r}, but must be one of {', '.join(map(str, HADAMARD_BLOCKS))}")
+        check_fields(self)
+        choices = ("random", "none", *FIXED_SIGNS)
+        if self.signs not in choices:
+            raise UserError(f"signs is {self.signs!r}, but must be one of {', '.join(choices)}")
+        if self.fixed_signs is not None and len(self.fixed_signs) != self.block:
+            raise UserError(f"signs {self.signs} has {len(self.fixed_signs)} entries, and block is {self.block}")
+
+    @property
+    def fixed_signs(self) -> tuple[int, ...] | None:
+        """The fixed sign vector; None for random signs."""
+        return (1,) * self.block if self.signs == "none" else FIXED_SIGNS.get(self.signs)

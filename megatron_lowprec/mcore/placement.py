@@ -1,17 +1,34 @@
-"""Position of Megatron-core's parallel linear layers in a model: layer number, name, expert, shard."""
+"""Position of Megatron-core's parallel linear layers: device, layer number, name, expert, shard."""
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
+from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.recipe.coverage import LinearSite
 
 _EXPERT = re.compile(r"\.local_experts\.(\d+)")
+
+
+class BoundLinear(NamedTuple):
+    """A linear layer's place, and tensor -> its amax history and slot: what outlives a binding to GEMMs."""
+
+    layer_number: int
+    name: str
+    expert: int
+    histories: dict[str, tuple[AmaxHistory, int]]
+
+
+def device_of_models() -> torch.device:
+    """The current GPU, or the CPU without one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def linear_id_of(

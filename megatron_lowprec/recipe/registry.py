@@ -11,15 +11,9 @@ from typing import TypedDict
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.activation_spec import ActivationSpec
-from megatron_lowprec.recipe.schema import (
-    GemmSpec,
-    GradientSpec,
-    HadamardSpec,
-    KeepBf16,
-    OptimizerSpec,
-    QuantSpec,
-    Recipe,
-)
+from megatron_lowprec.recipe.recipe import KeepBf16, Recipe
+from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, QuantSpec
+from megatron_lowprec.recipe.state_spec import GradientSpec, OptimizerSpec
 
 ENTRY_POINT_GROUP = "megatron_lowprec.recipes"
 

@@ -190,11 +190,11 @@ class RecipeRuntime:
         The layers are bound anew as if a checkpoint continued under another recipe: amax histories of tensors that the
         phase does not keep are dropped, all other state stays. Without a change of phase nothing happens.
         """
-        before, self._progress = self._progress, self._progress._replace(step=step)
-        now = self._used.during(self._progress)
-        if now is self._used.during(before):
+        progress = self._progress._replace(step=step)
+        now = self._used.during(progress)
+        if now is self._used.during(self._progress):
             return []
-        lines = self.header()
+        lines, self._progress = self.header(), progress
         dropped = self.recipe.delayed_operands().keys() - now.delayed_operands()
         for bound in self._bound.values():
             for history, slot in (bound.histories[tensor] for tensor in dropped):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lowprec import UserError, get_recipe, specs
+from megatron_lowprec import UserError, get_recipe, load_recipe, specs
 from tests.mcore.one_process import one_process
 from tests.mcore.recomputation import bounded_recomputation
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.activation_spec import ActivationSpec
 from megatron_lowprec.recipe.parsing import RecipeLike, load_recipe
-from megatron_lowprec.recipe.recipe import KeepBf16, Recipe
+from megatron_lowprec.recipe.recipe import GradientSpec, KeepBf16, OptimizerSpec, Recipe
 from megatron_lowprec.recipe.registry import get_recipe, recipes, register_recipe
 from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, HistorySpec, QuantSpec
-from megatron_lowprec.recipe.state_spec import GradientSpec, OptimizerSpec
 
 if TYPE_CHECKING:
     from megatron_lowprec.linear.convert import convert

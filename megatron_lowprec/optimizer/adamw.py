@@ -16,7 +16,7 @@ from megatron_lowprec.kernels.scaled_adam.reference import (
     Stream,
     encode_scale,
 )
-from megatron_lowprec.recipe.state_spec import OptimizerSpec
+from megatron_lowprec.recipe.recipe import OptimizerSpec
 
 DTYPES = {
     "fp32": torch.float32,

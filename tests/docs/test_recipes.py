@@ -18,9 +18,8 @@ from megatron_lowprec.recipe import registry
 from megatron_lowprec.recipe.activation_spec import ActivationSpec
 from megatron_lowprec.recipe.coverage import LinearSite, check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe
-from megatron_lowprec.recipe.recipe import KeepBf16, Recipe
+from megatron_lowprec.recipe.recipe import GradientSpec, KeepBf16, OptimizerSpec, Recipe
 from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, QuantSpec
-from megatron_lowprec.recipe.state_spec import GradientSpec, OptimizerSpec
 from megatron_lowprec.scaling import SCALE_RULES
 from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.sweep import spec as sweep

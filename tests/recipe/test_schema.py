@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lowprec import GemmSpec, HadamardSpec, KeepBf16, QuantSpec, Recipe, UserError
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.recipe.state_spec import OptimizerSpec
+from megatron_lowprec.recipe.recipe import OptimizerSpec
 from megatron_lowprec.scaling import scale_rules
 
 FP8 = QuantSpec("e4m3", granularity="tensor")

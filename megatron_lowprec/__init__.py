@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.activation_spec import ActivationSpec
+from megatron_lowprec.recipe.layer_match import Progress
 from megatron_lowprec.recipe.parsing import RecipeLike, load_recipe
-from megatron_lowprec.recipe.recipe import GradientSpec, KeepBf16, OptimizerSpec, Recipe
+from megatron_lowprec.recipe.recipe import GradientSpec, KeepBf16, OptimizerSpec, Phase, Recipe, Rule
 from megatron_lowprec.recipe.registry import get_recipe, recipes, register_recipe
 from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, HistorySpec, QuantSpec
 
@@ -33,11 +34,14 @@ __all__ = [
     "KeepBf16",
     "LowPrecLinear",
     "OptimizerSpec",
+    "Phase",
+    "Progress",
     "QuantSpec",
     "QuantizedTensor",
     "RandomStream",
     "Recipe",
     "RecipeLike",
+    "Rule",
     "UserError",
     "bind_recipe",
     "convert",

@@ -20,8 +20,15 @@ from megatron_lowprec.mcore.collectives import reduce_over_holders
 from megatron_lowprec.mcore.layers.grouped_mlp import LowPrecGroupedMLP
 from megatron_lowprec.mcore.layers.mlp import LowPrecMLP
 from megatron_lowprec.mcore.layers.norm import link_norms
-from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
-from megatron_lowprec.mcore.placement import BoundLinear, device_of_models, linear_id_of, linears, site_of
+from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
+from megatron_lowprec.mcore.placement import (
+    BoundLinear,
+    device_of_models,
+    gathered_tensor,
+    linear_id_of,
+    linears,
+    site_of,
+)
 from megatron_lowprec.mcore.rng_step import current_rng_step, set_rng_step
 from megatron_lowprec.mcore.token_dispatch import Fp8Dispatch
 from megatron_lowprec.quantization.amax_history import AmaxHistory, add_tensors
@@ -31,15 +38,15 @@ from megatron_lowprec.recipe.coverage import (
     check_activations,
     check_fp8_gather,
     check_site,
-    why_not_gathered,
+    rule_notes,
 )
 from megatron_lowprec.recipe.explain import describe_phases
-from megatron_lowprec.recipe.layer_match import Layer, Progress, numbering_notes
+from megatron_lowprec.recipe.layer_match import Layer, numbering_notes
 from megatron_lowprec.recipe.native_support import check_accumulator, fast_gemms, why_emulated
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.runtime_options import RuntimeOptions
-from megatron_lowprec.recipe.schema import HistorySpec, HistoryUpdate, LinearRecipe
+from megatron_lowprec.recipe.schema import HistorySpec, HistoryUpdate
 
 _checks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()  # model chunk -> its forward pre-hook
 
@@ -85,13 +92,12 @@ class RecipeRuntime:
         fp8_dispatch: bool = False,
         total_steps: int | None = None,
     ) -> None:
-        self.recipe, self.device = recipe, device
-        self._used, self._progress = recipe.in_bf16(rerun_in_bf16), Progress(0, total_steps)
-        recipe.check_total(total_steps)
-        self._num_layers, self._seed, self._accumulate_wgrad = num_layers, seed, accumulate_wgrad
-        self._share_rng_across_dp, self._reduce_amax = share_rng_across_dp, reduce_amax
-        self._cache_weights, self._emulate, self._bf16_globs = cache_weights, emulate, rerun_in_bf16
-        self._fp8_gather, self._emulate_accumulator = fp8_gather, emulate_accumulator
+        self.recipe, self.device, self._progress = recipe, device, recipe.start(total_steps)
+        self._used, self._bf16_globs = recipe.in_bf16(rerun_in_bf16), rerun_in_bf16
+        self._num_layers, self._seed, self._cache_weights = num_layers, seed, cache_weights
+        self._emulate, self._emulate_accumulator, self._fp8_gather = emulate, emulate_accumulator, fp8_gather
+        self._accumulate_wgrad, self._reduce_amax = accumulate_wgrad, reduce_amax
+        self._share_rng_across_dp = share_rng_across_dp
         if emulate_accumulator:
             check_accumulator(recipe, "cpu" if emulate else arch_of(device))
         if fp8_gather:
@@ -155,7 +161,7 @@ class RecipeRuntime:
             histories=bound.histories,
             emulate=self._emulate,
             emulate_accumulator=self._emulate_accumulator,
-            gathers=self._gathered_in_fp8(module, linear, expert),
+            gathers=gathered_tensor(module, linear) if self._fp8_gather and expert < 0 else None,
         )
         site = site_of(module, layer_number, name)
         check_activations(recipe, [site], tp_group.size())
@@ -163,13 +169,6 @@ class RecipeRuntime:
         self._note_emulated(module, name, layer_number)
         self.layers.append(module.linear_gemms)
         module.accumulates_in_fp32 = self._accumulate_wgrad
-
-    def _gathered_in_fp8(self, module: LowPrecLinearMixin, recipe: LinearRecipe, expert: int) -> str | None:
-        """The tensor of a layer that ranks gather as FP8 codes, or None; experts take no sharded sequence."""
-        if not self._fp8_gather or expert >= 0 or not module.sequence_parallel:
-            return None
-        tensor = "input" if isinstance(module, LowPrecColumnParallelLinear) else "grad_output"
-        return tensor if why_not_gathered(recipe, tensor) is None else None
 
     def _note_emulated(self, module: LowPrecLinearMixin, name: str, layer_number: int) -> None:
         """Record which of a layer's GEMMs are emulated, and why: one header line for each reason."""
@@ -196,9 +195,8 @@ class RecipeRuntime:
             return []
         lines, self._progress = self.header(), progress
         dropped = self.recipe.delayed_operands().keys() - now.delayed_operands()
-        for bound in self._bound.values():
-            for history, slot in (bound.histories[tensor] for tensor in dropped):
-                history.load_state(slot, None)
+        for history, slot in (bound.histories[tensor] for bound in self._bound.values() for tensor in dropped):
+            history.load_state(slot, None)
         for collected in (self.layers, self.kept, self.rerun_in_bf16, self.emulated):
             collected.clear()
         for module, bound in self._bound.items():
@@ -329,7 +327,9 @@ class RecipeRuntime:
         lines.append(f"norms, GELU, dropout, biases and loss by {by}")
         if self.kept:
             lines.append(f"kept in the compute dtype by the recipe on this stage: {', '.join(self.kept)}")
-        lines += numbering_notes(self.recipe.globs, self.kept)
+        places = [Layer(bound.layer_number, bound.name, self._num_layers) for bound in self._bound.values()]
+        whole = parallel_state.get_pipeline_model_parallel_world_size() == 1
+        lines += rule_notes(self.recipe, self.kept, places if whole else [])
         if self.recomputes_gelu is not None:
             where = "of every dense MLP" if self.recomputes_gelu else "of no layer here: it is not fused with its bias"
             lines.append(f"--recompute-gelu: GELU computed again in the backward pass {where}")

@@ -260,10 +260,11 @@ class Recipe(LinearRecipe):
         in_force = max((each for each in started if each[0] <= progress.step), default=(0, -1))[1]
         return self.stages[1 + in_force]
 
-    def check_total(self, total: int | None) -> None:
-        """Raise UserError if a phase begins at a fraction of an unknown number of steps."""
+    def start(self, total: int | None) -> Progress:
+        """The start of a run; UserError if a phase begins at a fraction of an unknown number of steps."""
         for phase in self.phases:
             phase.begins(total)
+        return Progress(0, total)
 
     def newly_delayed(self, progress: Progress) -> frozenset[str]:
         """Tensors whose amax histories begin with this step, in a phase that scales them by a history."""

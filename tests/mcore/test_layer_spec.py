@@ -173,7 +173,8 @@ def test_microbatches_and_steps_are_followed_without_calls(recipe: str, indexed:
 
 
 def test_phases_are_followed_without_calls(capsys: pytest.CaptureFixture[str]) -> None:
-    given = "fp8_delayed", "phases=[{from_step: 1, dgrad: fp8_current, rules: [{first: 1, gemms: mxfp8}]}]"
+    rules = "rules: [{first: 1, gemms: mxfp8}, {layers: [layers.2.mlp.linear_fc3], gemms: bf16}]"
+    given = "fp8_delayed", f"phases=[{{from_step: 1, dgrad: fp8_current, {rules}}}]"
     loop, by_calls = Loop(tracked(*given)), explicit(*given)
     for _ in range(2):
         loop.run()
@@ -182,7 +183,10 @@ def test_phases_are_followed_without_calls(capsys: pytest.CaptureFixture[str]) -
     first, last = (layer.mlp.linear_fc1.bound_gemms.recipe.gemms for layer in loop.model.decoder.layers)
     delayed, current = get_recipe("fp8_delayed").gemms, get_recipe("fp8_current").gemms
     assert (first, last) == (get_recipe("mxfp8").gemms, delayed | {"dgrad": current["dgrad"]})
-    assert capsys.readouterr().out.count("phases of the recipe: 1 from iteration 2; in force: ") == 2
+    printed = capsys.readouterr().out
+    assert printed.count("phases of the recipe: 1 from iteration 2; in force: ") == 2
+    unmatched = "a rule has 'layers.2.mlp.linear_fc3', which matches no linear layer; layers are named like "
+    assert printed.count(f"{unmatched}layers.2.mlp.linear_fc2\n") == 1
 
 
 def test_a_fraction_of_a_run_needs_its_length() -> None:

@@ -56,9 +56,9 @@ def rules_of_precision_file(path: str) -> list[dict[str, Any]]:
             continue
         if matcher.get("type") != "glob" or not isinstance(matcher.get("pattern"), str):
             raise UserError(f"{where} has type {matcher.get('type')!r}; only glob with a pattern is read: disable it")
-        if matcher.get("config") not in configs:
-            raise UserError(f"{where} has config {matcher.get('config')!r}, but configs has {', '.join(configs)}")
-        config = matcher["config"]
+        config = matcher.get("config")
+        if not isinstance(config, str) or not isinstance(configs, Mapping) or config not in configs:
+            raise UserError(f"{where} has config {config!r}, but configs has {', '.join(map(str, configs))}")
         rules.append({"modules": [matcher["pattern"]], **_gemms(f"{_FLAG} {path}: config {config}", configs[config])})
     return rules
 
@@ -78,13 +78,14 @@ def _gemms(where: str, config: Any) -> dict[str, str]:
     chosen = {**_DEFAULTS, **given}
     if not chosen["override_quantized_autocast"]:
         return {}
-    scaling, factory = chosen["fp8_quantization_recipe"], str(chosen["custom_recipe_factory"])
-    if scaling is None:
+    if chosen["fp8_quantization_recipe"] is None:
         return {"gemms": "bf16"}
+    names = ("fp8_quantization_recipe", "fp8_format", "custom_recipe_factory")
+    scaling, format, factory = (str(chosen[name]) for name in names)
     if scaling == "custom" and factory.startswith(_FACTORIES):
         return {"gemms": load_recipe(factory.removeprefix(_FACTORIES)).name}
-    name = RECIPES.get((scaling, chosen["fp8_format"]))
+    name = RECIPES.get((scaling, format))
     if name is None:
         known = ", ".join(" ".join(each) for each in RECIPES)
-        raise UserError(f"{where} has recipe {scaling} in {chosen['fp8_format']}; rules have {known}")
+        raise UserError(f"{where} has recipe {scaling} in {format}; rules have {known}")
     return {"gemms": name}

@@ -97,5 +97,6 @@ def reopen(found: Saved, world_size: int, gpus: bool, recipe: str | None = None,
     """
     config = resolve_run(replace(model_options(found), **layout), world_size, gpus)
     chosen = load_recipe(recipe, []) if recipe is not None else recipe_from_dict(found.content["recipe"])
-    chosen = chosen.during(Progress(max(found.progress["iteration"] - 1, 0), config.train_iters))
+    total = found.content["options"].get("train_iters")
+    chosen = chosen.during(Progress(max(found.progress["iteration"] - 1, 0), total))
     return Reopened(found, config, chosen, found.content["padded_vocab_size"])

@@ -11,9 +11,10 @@ import torch
 import yaml
 
 from megatron_lowprec import load_recipe
-from megatron_lowprec.recipe.parsing import recipe_to_dict
+from megatron_lowprec.recipe.parsing import recipe_to_dict, same_numerics
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training import model
+from megatron_lowprec.training.checkpoint import loader
 from megatron_lowprec.training.model import Trainer
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses
@@ -79,6 +80,8 @@ def test_a_change_of_phase_has_the_bits_of_a_resume_under_its_recipe(
     parts = states()
     assert [name for name in whole if not torch.equal(whole[name], parts[name])] == []
     assert any(" grad_output" in name and bool(state.any()) for name, state in whole.items())
+    opened = loader.reopen(loader.find("whole"), 1, gpus=False)
+    assert same_numerics(opened.recipe, recipe.stages[-1])
     # a resume in the middle of a phase
     drive(argv(**STEPS, save="again", exit_interval=2))
     drive(argv(**STEPS, save="again"))

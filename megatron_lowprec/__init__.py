@@ -7,17 +7,12 @@ from typing import TYPE_CHECKING
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.activation_spec import ActivationSpec
+from megatron_lowprec.recipe.layer_match import Progress
 from megatron_lowprec.recipe.parsing import RecipeLike, load_recipe
 from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec, ScaleSpec, TensorScaleSpec
+from megatron_lowprec.recipe.recipe import GradientSpec, KeepBf16, OptimizerSpec, Phase, Recipe, Rule
 from megatron_lowprec.recipe.registry import get_recipe, recipes, register_recipe
-from megatron_lowprec.recipe.schema import (
-    GemmSpec,
-    GradientSpec,
-    HistorySpec,
-    KeepBf16,
-    OptimizerSpec,
-    Recipe,
-)
+from megatron_lowprec.recipe.schema import GemmSpec, HistorySpec
 
 if TYPE_CHECKING:
     from megatron_lowprec.linear.convert import convert
@@ -40,11 +35,14 @@ __all__ = [
     "KeepBf16",
     "LowPrecLinear",
     "OptimizerSpec",
+    "Phase",
+    "Progress",
     "QuantSpec",
     "QuantizedTensor",
     "RandomStream",
     "Recipe",
     "RecipeLike",
+    "Rule",
     "ScaleSpec",
     "TensorScaleSpec",
     "UserError",

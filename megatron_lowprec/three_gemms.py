@@ -15,7 +15,7 @@ from megatron_lowprec.kernels.quantize.reference import scale_blocks
 from megatron_lowprec.quantization.quantizer import delayed_encode_scale, quantize_by_reference
 from megatron_lowprec.quantization.random_stream import Purpose, RandomStream, RngStep, stream_key
 from megatron_lowprec.quantization.tensor import as_numbers, block_sizes
-from megatron_lowprec.recipe.schema import GemmSpec, QuantSpec, Recipe
+from megatron_lowprec.recipe.schema import GemmSpec, LinearRecipe, QuantSpec
 
 
 class Draws(NamedTuple):
@@ -44,7 +44,7 @@ class Operand(NamedTuple):
 
 
 def three_gemms(
-    recipe: Recipe, x_TI: Tensor, w_OI: Tensor, dy_TO: Tensor, draws: Draws, amaxes: dict[str, Tensor]
+    recipe: LinearRecipe, x_TI: Tensor, w_OI: Tensor, dy_TO: Tensor, draws: Draws, amaxes: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y_TO, dx_TI and dw_OI, in the dtype of the tensors: bf16 or fp32.
 

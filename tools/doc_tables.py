@@ -40,9 +40,10 @@ from pathlib import Path
 
 from megatron_lowprec.errors import Parser
 from megatron_lowprec.recipe.native_support import why_emulated
-from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
+from megatron_lowprec.recipe.recipe import KeepBf16, Recipe
 from megatron_lowprec.recipe.registry import recipes
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, KeepBf16, QuantSpec, Recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec
 from megatron_lowprec.report.amounts import amount, signed
 from megatron_lowprec.report.build import Report, build
 from megatron_lowprec.report.claims import CLAIMS, load_claims
@@ -54,7 +55,7 @@ from megatron_lowprec.report.tables import claims as claims_table
 from megatron_lowprec.shipped import find, names_in
 from megatron_lowprec.te.factory import why_no_factory
 from megatron_lowprec.te.te_config import find_te_config
-from megatron_lowprec.te.translation import KINDS, builtin_kind, why_not
+from megatron_lowprec.te.translation import KINDS, builtin_kind, by_place_or_time, why_not
 from megatron_lowprec.text_tables import markdown_table
 from megatron_lowprec.training.config.arguments import build_parser, choices_of_flags
 from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS, fp8_reason
@@ -215,6 +216,9 @@ def _changes(base: Recipe, other: Recipe) -> dict[str, tuple[str, str]]:
                 pairs[f"{gemm}.{operand}.{field}"] = pair
         pairs[f"{gemm}.hadamard"] = _transform(there) or "none", _transform(here) or "none"
         pairs[f"{gemm}.fast_accumulation"] = str(there.fast_accumulation).lower(), str(here.fast_accumulation).lower()
+    for change in ("rules", "phases"):
+        first, second = (recipe_to_dict(recipe).get(change, []) for recipe in (base, other))
+        pairs[change] = str(first), str(second)
     for keep in fields(KeepBf16):
         values = getattr(base.keep_bf16, keep.name), getattr(other.keep_bf16, keep.name)
         pairs[f"keep_bf16.{keep.name}"] = str(values[0]), str(values[1])
@@ -264,7 +268,7 @@ def _in_transformer_engine(recipe: Recipe) -> tuple[str, str, str, str]:
     recipe_class = "CustomRecipe" if kind is None else KINDS[kind].recipe_class
     missing = why_no_factory(recipe)
     return (
-        f"`{recipe_class}`" if recipe.keep_bf16 == KeepBf16() else "no",
+        f"`{recipe_class}`" if by_place_or_time(recipe) is None else "no",
         "yes" if missing is None else "no",
         "no" if config is None else f"`{config.flags()}`",
         missing or "",

@@ -29,7 +29,7 @@ from megatron_lowprec.kernels.dispatch import (
 )
 from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.gradient_codes.reference import Bounds, parts_between
-from megatron_lowprec.recipe.schema import GradientSpec
+from megatron_lowprec.recipe.recipe import GradientSpec
 
 _MOST_SATURATED = 1e-5
 _LOWEST, _HIGHEST = 0.5, 2.0

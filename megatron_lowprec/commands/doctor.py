@@ -18,8 +18,8 @@ from pathlib import Path
 from megatron_lowprec import __version__
 from megatron_lowprec.errors import Parser, run_tool
 from megatron_lowprec.recipe.native_support import WITH_FP8, native_gemms
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.registry import get_recipe, recipes
-from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.text_tables import plain_table
 
 _NAME = "megatron-lowprec"

@@ -17,9 +17,10 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
-from megatron_lowprec.recipe.explain import describe_operand, describe_transform
+from megatron_lowprec.recipe.explain import describe_operand, describe_transform, phase_starts
 from megatron_lowprec.recipe.parsing import recipe_from_dict
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from megatron_lowprec.training.checkpoint import checksums, safe_load, storage
 from megatron_lowprec.training.checkpoint.resume import CONFIG, Saved
 from megatron_lowprec.training.config.resolve import describe_layout
@@ -71,6 +72,9 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
             parts = [f"{operand} {describe_operand(getattr(gemm, operand))}" for operand in GEMM_OPERANDS[name]]
             parts += [] if gemm.hadamard is None else [describe_transform(gemm.hadamard)]
             yield _row("", f"{name}: {'; '.join(parts)}")
+    if recipe.all_rules or recipe.phases:
+        starts = ", ".join(phase_starts(recipe)) or "none"
+        yield _row("", f"{len(recipe.all_rules)} rules by layer; phases: {starts} (--explain-recipe prints both)")
 
 
 def _sizes(metadata: Metadata) -> Iterator[str]:

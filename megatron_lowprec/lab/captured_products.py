@@ -18,7 +18,7 @@ from megatron_lowprec.linear.capture_file import Capture
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
 from megatron_lowprec.recipe.parsing import load_recipe
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, LinearRecipe
 from megatron_lowprec.text_tables import Column, Row
 
 SIZE = 256  # rows and columns of the compared part of a product
@@ -49,7 +49,7 @@ def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) 
             f"on {lab.device}; {remedy} on a machine with one"
         )
     left_out: list[str] = []
-    chosen = [load_recipe(name) for name in recipes]
+    chosen: list[LinearRecipe] = [load_recipe(name) for name in recipes]
     rows = [
         row
         for capture in captures(arguments, lab.device)
@@ -68,7 +68,7 @@ def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) 
     return Result("Products of captured operands", notes, [Table("products", "equal outputs", COLUMNS, rows)], {})
 
 
-def equal_rows(capture: Capture, recipe: Recipe, left_out: list[str]) -> Iterator[Row]:
+def equal_rows(capture: Capture, recipe: LinearRecipe, left_out: list[str]) -> Iterator[Row]:
     """A row for each GEMM of two FP8 operands that the device's FP8 units run.
 
     Args:

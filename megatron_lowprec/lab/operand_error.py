@@ -26,7 +26,7 @@ from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.transform import padded
 from megatron_lowprec.recipe.parsing import load_recipe
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, LinearRecipe
 from megatron_lowprec.text_tables import Column, Row
 
 TENSORS = {"T": {"I": "x", "O": "dy"}, "O": {"I": "w"}}  # rows -> columns -> name in the file
@@ -61,7 +61,7 @@ def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) 
     """
     if not arguments:
         raise UserError("operand-error was asked without a file; name files that --capture-step wrote")
-    chosen = [load_recipe(name) for name in recipes]
+    chosen: list[LinearRecipe] = [load_recipe(name) for name in recipes]
     rows: list[Row] = []
     for capture in captures(arguments, lab.device):
         for recipe in chosen or [capture.recipe]:
@@ -88,8 +88,8 @@ def error_result(
         "tensors are the reference, and products are not rounded to the compute dtype",
         f"mean: of the draws; unbiased noise gains {10 * math.log10(draws):.1f} dB, a fixed error nothing",
         "shared error: energy that all draws have in common, estimated without bias; - where it is lost in the noise",
-        "delayed scales follow the captured amax, or the tensor's own where the run kept none; keep_bf16 of a recipe "
-        "that is not the file's is ignored",
+        "delayed scales follow the captured amax, or the tensor's own where the run kept none; rules and phases of "
+        "a recipe that is not the file's are ignored",
     )
     products = [row for row in rows if row["what"] == "product"]
     shown = products
@@ -131,7 +131,7 @@ def _bar(row: Row) -> str:
     return ", ".join(str(row[key]) for key in ("linear", "recipe") if key in row)
 
 
-def error_rows(capture: Capture, recipe: Recipe, draws: int) -> Iterator[Row]:
+def error_rows(capture: Capture, recipe: LinearRecipe, draws: int) -> Iterator[Row]:
     """A row for each quantized operand and each product of a quantized GEMM."""
     capture = prepared(capture, recipe)
     gemms = capture.linear_gemms()
@@ -153,7 +153,7 @@ def error_rows(capture: Capture, recipe: Recipe, draws: int) -> Iterator[Row]:
         }
 
 
-def prepared(capture: Capture, recipe: Recipe) -> Capture:
+def prepared(capture: Capture, recipe: LinearRecipe) -> Capture:
     """The capture in fp32 under a recipe, with an amax for each tensor that the recipe scales by a history.
 
     fp32 holds the captured values and gives the same codes; products are then not rounded to bf16.

@@ -12,7 +12,8 @@ from megatron_lowprec.lab.experiment import Lab, Result, Table
 from megatron_lowprec.lab.operand_error import captures, error_result, error_rows
 from megatron_lowprec.recipe.explain import describe_operand
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
-from megatron_lowprec.recipe.schema import QuantSpec, Recipe
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import QuantSpec
 from megatron_lowprec.text_tables import Column, Row
 
 NOT_NUMERICS = ("name", "summary", "source")

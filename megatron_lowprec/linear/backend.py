@@ -8,7 +8,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.schema import LinearRecipe
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 """Dtypes of the input, weight and output of a quantized layer."""
@@ -82,7 +82,7 @@ def gemm_operands(
     return *first, *second  # type: ignore[return-value]
 
 
-def check_dtype(recipe: Recipe, dtype: torch.dtype, layer: str) -> None:
+def check_dtype(recipe: LinearRecipe, dtype: torch.dtype, layer: str) -> None:
     """Raise UserError if a quantized layer was given a weight in fp16, whose range overflows, or one by autocast.
 
     fp64 passes: with it layouts are compared without the order of sums.

@@ -20,7 +20,7 @@ from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.parsing import recipe_from_dict, recipe_to_dict
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.schema import LinearRecipe
 from megatron_lowprec.recipe.yaml_text import read_yaml_text
 
 FORMAT_VERSION = "1"
@@ -57,7 +57,7 @@ class Capture:
     x: torch.Tensor
     w: torch.Tensor
     dy: torch.Tensor
-    recipe: Recipe
+    recipe: LinearRecipe
     linear_id: LinearId
     iteration: int
     seed: int

@@ -20,14 +20,14 @@ from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import refuse
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.schema import LinearRecipe
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 REASON = "random draws and amax histories of megatron_lowprec layers are state outside the graph"
 
-_recipes: list[Recipe] = []
+_recipes: list[LinearRecipe] = []
 _NO_DRAWS = RngStep(0, 0)
 
 
@@ -36,7 +36,7 @@ def is_pure(linear_gemms: LinearGemms) -> bool:
     return not linear_gemms.recipe.random and not linear_gemms.histories
 
 
-def operator_key(recipe: Recipe) -> int:
+def operator_key(recipe: LinearRecipe) -> int:
     """The argument of ``opaque_linear`` that names a recipe within this process; layers of a recipe share it."""
     if recipe not in _recipes:
         _recipes.append(recipe)

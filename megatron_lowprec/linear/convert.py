@@ -4,7 +4,6 @@ The layers keep their identity: parameters, hooks, tied weights and references s
 and its GEMMs are added.
 """
 
-import difflib
 import logging
 import os
 import re
@@ -12,7 +11,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,10 +24,12 @@ from megatron_lowprec.linear.layer_histories import LayerGroup, check_common_ste
 from megatron_lowprec.linear.layer_state import added_keys, drop_unused_state
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
-from megatron_lowprec.recipe.coverage import LinearSite, indivisible, kept_in_bf16, matches, site_path
+from megatron_lowprec.recipe.coverage import LinearSite, check_globs, check_no_phases, check_rules, indivisible
+from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.native_support import slower_than_bf16, why_emulated
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import LinearRecipe
 
 M = TypeVar("M", bound=nn.Module)
 Filter = Callable[[str, nn.Module], bool]
@@ -65,9 +65,9 @@ class _Layer(NamedTuple):
     name: str
 
     @property
-    def site(self) -> str:
-        """Path that a recipe's ``keep_bf16.names`` matches."""
-        return site_path(self.number, self.name) if self.number else self.name
+    def place(self) -> Layer:
+        """The place for which a recipe answers."""
+        return Layer(self.number, self.name, self.num_layers, self.path)
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def convert(
 
     Args:
         model: any module; each rank converts its own copy.
-        recipe: a Recipe, the name of one, or the path of a YAML file. Its ``keep_bf16`` counts the blocks of the
-            model's outermost list of modules from 1 and matches ``layers.<number>.<path within the block>``.
+        recipe: a Recipe, the name of one, or the path of a YAML file. Its rules count the blocks of the
+            model's outermost list of modules from 1 and match ``layers.<number>.<path within the block>``.
         filter: ``filter(path, module)``, whether to convert a linear layer; replaces the default, which leaves the
             output head (``lm_head``, ``get_output_embeddings()``, a weight tied to an embedding) and routers.
         keep_bf16: globs of paths of further layers to leave in the compute dtype, such as ``model.layers.0.*``.
@@ -157,7 +157,7 @@ def convert(
         module.__class__ = LowPrecLinear if isinstance(module, nn.Linear) else LowPrecConv1D
         assert isinstance(module, LowPrecLayer)
         linear_id = LinearId(layer.number, path or "linear", data_parallel_rank=data_parallel_rank)
-        module.bind(recipe, linear_id, seed, group=layers, one_rank=one_rank)
+        module.bind(conversion.recipe, layer.place, linear_id, seed, group=layers, one_rank=one_rank)
     model.register_load_state_dict_pre_hook(drop_unused_state)
     logger.info("%s", conversion)
     if not in_group or dist.get_rank() == 0:
@@ -180,7 +180,7 @@ def plan(
     recipe = _checked_recipe(model, recipe)
     _check_model(model)
     layers = list(_linears(model))
-    _check_keep(recipe, keep_bf16, layers)
+    used = _used_recipe(recipe, keep_bf16, layers)
     heads = _output_heads(model)
     converted, excluded = [], {}
     gemms: dict[str, set[str]] = {}
@@ -188,16 +188,17 @@ def plan(
         weight = layer.module.weight
         assert isinstance(weight, torch.Tensor)
         arch = arch_of(weight.device if device is None else torch.device(device))
-        used = weight.dtype if dtype is None else dtype
-        kind = str(used).removeprefix("torch.")
-        why = _requested(recipe, layer, filter, keep_bf16, heads) or _unsupported(model, layer, used)
+        gemm_dtype = weight.dtype if dtype is None else dtype
+        kind = str(gemm_dtype).removeprefix("torch.")
+        linear = used.at(layer.place)
+        why = _requested(recipe, layer, linear, filter, heads) or _unsupported(model, layer, gemm_dtype)
         if why is None:
-            why = _unsuitable(recipe, layer, arch if skip_slower and used == torch.bfloat16 else "cpu")
+            why = _unsuitable(linear, layer, arch if skip_slower and gemm_dtype == torch.bfloat16 else "cpu")
         if why is not None:
             excluded[layer.path] = why
             continue
         converted.append(layer.path)
-        for name, gemm in recipe.gemms.items():
+        for name, gemm in linear.gemms.items():
             reason = why_emulated(name, gemm, arch, layer.in_features, layer.out_features, kind)
             if gemm.quantized:
                 line = f"native on {arch}" if reason is None else f"emulated on {arch} ({reason})"
@@ -207,7 +208,7 @@ def plan(
         + (": the format's numerics, not its speed" if line.startswith("emulated") else "")
         for line, names in gemms.items()
     )
-    return Conversion(recipe, tuple(converted), excluded, execution)
+    return Conversion(used, tuple(converted), excluded, execution)
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -250,30 +251,22 @@ def _check_model(model: nn.Module) -> None:
             raise UserError(f"{path} is a DTensor: convert first, then call fully_shard(model)")
 
 
-def _check_keep(recipe: Recipe, keep_bf16: Sequence[str], layers: Sequence[_Layer]) -> None:
+def _used_recipe(recipe: Recipe, keep_bf16: Sequence[str], layers: Sequence[_Layer]) -> Recipe:
+    """The recipe with a rule for ``keep_bf16``, whose rules all match layers of this model."""
     if isinstance(keep_bf16, str):
         raise UserError(f"keep_bf16 takes a list of globs, got the string {keep_bf16!r}: use [{keep_bf16!r}]")
-    keep = recipe.keep_bf16
-    for option, globs, paths, match in (
-        ("keep_bf16", keep_bf16, [layer.path for layer in layers], fnmatchcase),
-        (f"keep_bf16.names of recipe {recipe.name}", keep.names, [layer.site for layer in layers], matches),
-    ):
-        for glob in globs:
-            if paths and not any(match(path, glob) for path in paths):
-                near = (difflib.get_close_matches(glob, paths, n=1) or paths)[0]
-                raise UserError(f"{option} has {glob!r}, which matches no linear layer; layers are named like {near}")
-    if not (keep.first_layers or keep.last_layers):
-        return
+    check_no_phases(recipe, "convert")
+    places = [layer.place for layer in layers]
     stacks = {layer.stack: layer.num_layers for layer in layers if layer.number}
-    if len(stacks) != 1:
+    check_globs("keep_bf16", Recipe("", "").in_bf16(modules=keep_bf16), places)
+    check_rules(recipe, places, max(stacks.values()) if len(stacks) == 1 else None)
+    if len(stacks) != 1 and any(rule.first or rule.counts_from_end for rule in recipe.all_rules):
         found = f"lists of blocks {', '.join(stacks)}" if stacks else "no list of blocks"
         raise UserError(
-            f"recipe {recipe.name} keeps the first {keep.first_layers} and the last {keep.last_layers} layers in bf16, "
-            f"but the model has {found}: set both to 0 and name the layers by keep_bf16=[...]"
+            f"recipe {recipe.name} has a rule for the first or the last layers, but the model has {found}: leave it "
+            "out and name the layers by keep_bf16=[...]"
         )
-    for option in ("first_layers", "last_layers"):
-        if (count := getattr(keep, option)) > max(stacks.values()):
-            raise UserError(f"keep_bf16.{option} is {count}, but the model has {max(stacks.values())} layers; lower it")
+    return recipe.in_bf16(modules=keep_bf16)
 
 
 # ---- linear layers of a model
@@ -345,8 +338,9 @@ def _unsupported(model: nn.Module, layer: _Layer, dtype: torch.dtype) -> Exclusi
 
 
 def _requested(
-    recipe: Recipe, layer: _Layer, filter: Filter | None, keep_bf16: Sequence[str], heads: set[int]
+    recipe: Recipe, layer: _Layer, linear: LinearRecipe, filter: Filter | None, heads: set[int]
 ) -> Exclusion | None:
+    """Reason if the caller, the recipe or a default leaves the layer; ``linear`` is what it would run."""
     if filter is not None:
         if not filter(layer.path, layer.module):
             return Exclusion("by filter", True)
@@ -354,16 +348,13 @@ def _requested(
         return Exclusion("output head", True)
     elif layer.path.split(".")[-1] in _ROUTERS:
         return Exclusion("router", True)
-    if any(fnmatchcase(layer.path, glob) for glob in keep_bf16):
-        return Exclusion("by keep_bf16", True)
-    if layer.number:
-        is_kept = kept_in_bf16(recipe, layer.number, layer.name, layer.num_layers)
-    else:
-        is_kept = any(fnmatchcase(layer.site, glob) for glob in recipe.keep_bf16.names)
-    return Exclusion(f"by keep_bf16 of recipe {recipe.name}", True) if is_kept else None
+    if linear.quantized or not recipe.quantized:
+        return None
+    kept = not recipe.at(layer.place).quantized
+    return Exclusion(f"by the rules of recipe {recipe.name}" if kept else "by keep_bf16", True)
 
 
-def _unsuitable(recipe: Recipe, layer: _Layer, arch: str) -> Exclusion | None:
+def _unsuitable(recipe: LinearRecipe, layer: _Layer, arch: str) -> Exclusion | None:
     """Reason if the recipe's blocks do not divide the sizes, or FP8 was measured to be slower.
 
     A layer with partial blocks could only be emulated, and a head of an odd size is one.

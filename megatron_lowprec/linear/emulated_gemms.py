@@ -29,7 +29,7 @@ from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
 from megatron_lowprec.quantization.token_rows import stored_codes
 from megatron_lowprec.quantization.transform import Transform, Transforms
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec, Recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, LinearRecipe, QuantSpec
 
 
 class EmulatedGemms:
@@ -51,7 +51,7 @@ class EmulatedGemms:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: LinearRecipe,
         rounding: Mapping[tuple[str, str], RandomStream],
         transforms: Transforms,
         layer_amax: LayerAmax,

@@ -14,7 +14,7 @@ from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedF
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax, LinearId
 from megatron_lowprec.linear.native_gemms import NativeGemms
 from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
-from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.amax_history import AmaxHistory, add_tensors
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.quantization.random_stream import RngStep
@@ -22,7 +22,7 @@ from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.transform import Transforms
 from megatron_lowprec.recipe.coverage import weight_serves_microbatches, with_current_scales
 from megatron_lowprec.recipe.native_support import native_gemms
-from megatron_lowprec.recipe.schema import HistorySpec, Recipe
+from megatron_lowprec.recipe.schema import HistorySpec, LinearRecipe
 
 Gather = Callable[[QuantizedTensor], QuantizedTensor]
 """Rowwise FP8 codes of each rank's tokens -> of all tokens, in the order of the ranks."""
@@ -36,15 +36,14 @@ class LinearGemms:
     step and the histories.
 
     Args:
-        recipe: specs of the three GEMMs.
+        recipe: what the layer runs.
         linear_id: the layer.
         seed: the run's seed.
-        history_of: returns the history that the tensors of a ``HistorySpec`` share; called once per delayed tensor.
+        history_of: as ``add_tensors``.
         reduce_amax: maximum over the ranks that share ``linear_id.split``; None without such ranks.
         cache_weights: cache quantized weights that are equal for all microbatches of a step, until
             ``weight_cache.clear``; costs a copy of the weight for each such GEMM.
-        stores_histories_of: for a layer left in bf16, the recipe of the other layers. The layer gets its histories,
-            empty: a checkpoint stacks the layers of a model, so all must store the same tensors.
+        histories: tensor -> its amax history and slot, of at least the recipe's tensors; None to make them.
         emulate: multiply in the compute dtype even if the device has FP8 GEMMs.
         emulate_accumulator: as ``EmulatedGemms``.
         gathers: the tensor, "input" or "grad_output", that ranks with parts of its tokens gather as FP8 codes;
@@ -60,13 +59,13 @@ class LinearGemms:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: LinearRecipe,
         linear_id: LinearId,
         seed: int,
         history_of: Callable[[HistorySpec], AmaxHistory],
         reduce_amax: Reduce | None = None,
         cache_weights: bool = False,
-        stores_histories_of: Recipe | None = None,
+        histories: Mapping[str, tuple[AmaxHistory, int]] | None = None,
         emulate: bool = False,
         emulate_accumulator: bool = False,
         gathers: str | None = None,
@@ -81,11 +80,8 @@ class LinearGemms:
         self.weight_cache = QuantizedWeightCache(cached if cache_weights else ())
         self._chosen_for: tuple[torch.device, torch.dtype] | None = None
         self._native_names: frozenset[str] = frozenset()
-        delayed = (stores_histories_of or recipe).delayed_operands() if reads is None else {}
-        self.histories: dict[str, tuple[AmaxHistory, int]] = dict(reads or {})
-        for tensor, remembered in delayed.items():
-            history = history_of(remembered)
-            self.histories[tensor] = (history, history.add_tensor())
+        given = histories if reads is None else reads
+        self.histories = add_tensors(recipe.delayed_operands(), history_of) if given is None else dict(given)
         layer_amax = LayerAmax(linear_id, self.histories, reduce_amax, records=reads is None)
         transforms = Transforms(
             {name: gemm.hadamard for name, gemm in recipe.gemms.items()}, linear_id.sign_streams(seed)
@@ -97,7 +93,7 @@ class LinearGemms:
         self._specs = {name: by_row for name, (by_row, _) in specs.items()}
         self._one_spec = {name: by_row == by_column for name, (by_row, by_column) in specs.items()}
 
-    def under(self, recipe: Recipe) -> "LinearGemms":
+    def under(self, recipe: LinearRecipe) -> "LinearGemms":
         """The layer under another recipe; amax histories start empty."""
         return self._with(recipe)
 

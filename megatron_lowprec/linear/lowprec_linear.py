@@ -17,10 +17,10 @@ from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import once_differentiable, refuse
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import RngStep
-from megatron_lowprec.recipe.coverage import LinearSite, check_site, kept_in_bf16
+from megatron_lowprec.recipe.coverage import LinearSite, check_no_phases, check_site
+from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
-from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 
 
 def _without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
@@ -76,10 +76,10 @@ class LowPrecLayer(StatefulLayer):
     def bind(
         self,
         recipe: Recipe,
+        place: Layer,
         linear_id: LinearId,
         seed: int = 0,
         *,
-        kept: bool = False,
         group: LayerGroup | None = None,
         one_rank: bool = False,
     ) -> None:
@@ -87,19 +87,18 @@ class LowPrecLayer(StatefulLayer):
 
         Args:
             recipe: must divide the layer's sizes.
+            place: for which the recipe is asked.
             linear_id: identity of the random draws.
             seed: of the random draws.
-            kept: leave the layer in the compute dtype.
             group: the layers of the model; None for a layer of its own, in this process only.
             one_rank: refuse random draws if the process belongs to several ranks, because they would be equal.
         """
-        self.recipe = recipe
-        used = get_recipe("bf16") if kept else recipe
+        self.recipe, linear = recipe, recipe.at(place)
         self.make_state()
-        self.linear_gemms = LinearGemms(used, linear_id, seed, self.histories.of)
+        self.linear_gemms = LinearGemms(linear, linear_id, seed, self.histories.of)
         self.join(group)
-        self._one_rank = one_rank and used.random
-        self._pure_key = operator_key(used) if is_pure(self.linear_gemms) else None
+        self._one_rank = one_rank and linear.random
+        self._pure_key = operator_key(linear) if is_pure(self.linear_gemms) else None
 
     @property
     def weight_OI(self) -> torch.Tensor:  # noqa: N802 - a shape suffix
@@ -200,14 +199,15 @@ class LowPrecLinear(LowPrecLayer, nn.Linear):  # type: ignore[misc]  # torch doe
 
     Args:
         in_features, out_features, bias, device, dtype: as ``torch.nn.Linear``.
-        recipe: a Recipe, the name of one, or a YAML file. A layer that its ``keep_bf16`` names is not quantized.
+        recipe: a Recipe, the name of one, or a YAML file. Its rules choose what the layer runs.
         seed: seed of the random draws.
-        layer, name: number and name of the layer for ``keep_bf16`` (``layers.<layer>.<name>``), counted from 1. Both
+        layer, name: number and name of the layer for rules (``layers.<layer>.<name>``), counted from 1. Both
             enter the key of its draws: give each layer of a model a different ``layer`` or ``name``.
-        num_layers: number of the model's layers, required by ``keep_bf16.last_layers``.
+        num_layers: number of the model's layers, required by rules that count from the last one.
 
     Raises:
-        UserError: unknown recipe, sizes that its blocks do not divide, or no ``num_layers`` for ``last_layers``.
+        UserError: unknown recipe, or one with phases; sizes that its blocks do not divide; no ``num_layers`` for such a
+            rule.
     """
 
     def __init__(
@@ -225,11 +225,10 @@ class LowPrecLinear(LowPrecLayer, nn.Linear):  # type: ignore[misc]  # torch doe
         num_layers: int | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        recipe = as_recipe(recipe)
-        kept = recipe.quantized and _is_kept(recipe, layer, name, num_layers)
-        if recipe.quantized and not kept:
-            check_site(recipe, LinearSite(layer, name, in_features, out_features, "column"), 1)
-        self.bind(recipe, LinearId(layer, name), seed, kept=kept)
+        recipe, place = as_recipe(recipe), Layer(layer, name, num_layers)
+        _check_place(recipe, place)
+        check_site(recipe.at(place), LinearSite(layer, name, in_features, out_features, "column"), 1)
+        self.bind(recipe, place, LinearId(layer, name), seed)
 
 
 class LowPrecConv1D(LowPrecLayer):
@@ -261,17 +260,20 @@ def end_step(model: nn.Module) -> None:
         group.end_step()
 
 
-def _is_kept(recipe: Recipe, layer: int, name: str, num_layers: int | None) -> bool:
-    """Whether ``keep_bf16`` names the layer.
+def _check_place(recipe: Recipe, layer: Layer) -> None:
+    """Check that the recipe answers for the layer without a run.
 
     Raises:
-        UserError: ``num_layers`` is smaller than ``layer``, or missing with ``keep_bf16.last_layers``.
+        UserError: ``num_layers`` is smaller than ``layer``, or missing with a rule that counts from the last layer; the
+            recipe has phases.
     """
-    if num_layers is None and recipe.keep_bf16.last_layers:
+    if layer.num_layers is None and any(rule.counts_from_end for rule in recipe.all_rules):
         raise UserError(
-            f"recipe {recipe.name} keeps the last {recipe.keep_bf16.last_layers} layers in bf16: pass num_layers=..., "
-            f"the number of the model's layers, to LowPrecLinear"
+            f"recipe {recipe.name} has a rule that counts layers from the last one: pass num_layers=..., the number of "
+            f"the model's layers, to LowPrecLinear"
         )
-    if num_layers is not None and layer > num_layers:
-        raise UserError(f"LowPrecLinear has layer={layer} of num_layers={num_layers}; layers are numbered from 1")
-    return kept_in_bf16(recipe, layer, name, layer if num_layers is None else num_layers)
+    if layer.num_layers is not None and layer.number > layer.num_layers:
+        raise UserError(
+            f"LowPrecLinear has layer={layer.number} of num_layers={layer.num_layers}; layers are numbered from 1"
+        )
+    check_no_phases(recipe, "LowPrecLinear")

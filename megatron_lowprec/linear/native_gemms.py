@@ -17,7 +17,7 @@ from megatron_lowprec.linear.linear_id import SIDES, LayerAmax
 from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
-from megatron_lowprec.recipe.schema import QuantSpec, Recipe
+from megatron_lowprec.recipe.schema import LinearRecipe, QuantSpec
 
 
 class NativeGemms:
@@ -28,7 +28,7 @@ class NativeGemms:
         reductions: (tensor, columnwise) -> amax reduction over ranks that share its current scale, or None.
     """
 
-    def __init__(self, recipe: Recipe, layer_amax: LayerAmax) -> None:
+    def __init__(self, recipe: LinearRecipe, layer_amax: LayerAmax) -> None:
         self._amax = layer_amax
         self.fast_accumulation = {name: gemm.fast_accumulation for name, gemm in recipe.gemms.items()}
         # (tensor, columnwise) -> its spec

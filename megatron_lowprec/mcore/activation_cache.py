@@ -11,7 +11,7 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.mcore.layers.attention import SdpaAttention
 from megatron_lowprec.mcore.layers.cached_swiglu import CachedSwigluMLP
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecRowParallelLinear
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 
 _RECOMPUTED_MLPS = {"mlp", "moe", "moe_act", "shared_experts"}
 

@@ -7,7 +7,7 @@ from megatron.core import __version__
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.releases import IGNORES_RAMPS
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 
 
 def check_arguments(recipe: Recipe, args: Any) -> None:

@@ -1,17 +1,35 @@
-"""Position of Megatron-core's parallel linear layers in a model: layer number, name, expert, shard."""
+"""Position of Megatron-core's parallel linear layers: device, layer number, name, expert, shard."""
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
-from megatron_lowprec.recipe.coverage import LinearSite
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.recipe.coverage import LinearSite, why_not_gathered
+from megatron_lowprec.recipe.schema import LinearRecipe
 
 _EXPERT = re.compile(r"\.local_experts\.(\d+)")
+
+
+class BoundLinear(NamedTuple):
+    """A linear layer's place, and tensor -> its amax history and slot: what outlives a binding to GEMMs."""
+
+    layer_number: int
+    name: str
+    expert: int
+    histories: dict[str, tuple[AmaxHistory, int]]
+
+
+def device_of_models() -> torch.device:
+    """The current GPU, or the CPU without one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def linear_id_of(
@@ -46,6 +64,12 @@ def site_of(module: LowPrecLinearMixin, layer_number: int, name: str) -> LinearS
         gated = name.endswith("linear_fc1") and module.config.gated_linear_unit
         return LinearSite(layer_number, name, columns, rows * module.tp_group.size(), "column", gated)
     return LinearSite(layer_number, name, columns * module.tp_group.size(), rows, "row")
+
+
+def gathered_tensor(module: LowPrecLinearMixin, recipe: LinearRecipe) -> str | None:
+    """The tensor of a layer that ranks can gather as FP8 codes; None without a sharded sequence, or if they cannot."""
+    tensor = "input" if isinstance(module, LowPrecColumnParallelLinear) else "grad_output"
+    return tensor if module.sequence_parallel and why_not_gathered(recipe, tensor) is None else None
 
 
 def _shard_slice(module: LowPrecLinearMixin, split: str, name: str) -> ShardSlice:

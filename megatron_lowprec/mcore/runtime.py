@@ -1,9 +1,9 @@
 """Binds a recipe to a model's linear layers and tracks steps and microbatches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Unpack
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from megatron.core import parallel_state
@@ -19,29 +19,34 @@ from megatron_lowprec.mcore.activation_cache import bind_activations
 from megatron_lowprec.mcore.collectives import reduce_over_holders
 from megatron_lowprec.mcore.layers.grouped_mlp import LowPrecGroupedMLP
 from megatron_lowprec.mcore.layers.mlp import LowPrecMLP
-from megatron_lowprec.mcore.layers.norm import Consumer, LayerNorm, RMSNorm
-from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
-from megatron_lowprec.mcore.placement import linear_id_of, linears, site_of
+from megatron_lowprec.mcore.layers.norm import link_norms
+from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
+from megatron_lowprec.mcore.placement import (
+    BoundLinear,
+    device_of_models,
+    gathered_tensor,
+    linear_id_of,
+    linears,
+    site_of,
+)
 from megatron_lowprec.mcore.rng_step import current_rng_step, set_rng_step
 from megatron_lowprec.mcore.token_dispatch import Fp8Dispatch
-from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.amax_history import AmaxHistory, add_tensors
 from megatron_lowprec.quantization.device_rng_step import enter_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
 from megatron_lowprec.recipe.coverage import (
     check_activations,
     check_fp8_gather,
     check_site,
-    gemms_in_bf16,
-    kept_in_bf16,
-    numbering_notes,
-    why_not_gathered,
-    without_gemms,
+    rule_notes,
 )
+from megatron_lowprec.recipe.explain import describe_phases
+from megatron_lowprec.recipe.layer_match import Layer, numbering_notes
 from megatron_lowprec.recipe.native_support import check_accumulator, fast_gemms, why_emulated
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
-from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.runtime_options import RuntimeOptions
-from megatron_lowprec.recipe.schema import HistorySpec, HistoryUpdate, Recipe
+from megatron_lowprec.recipe.schema import HistorySpec, HistoryUpdate
 
 _checks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()  # model chunk -> its forward pre-hook
 
@@ -58,10 +63,12 @@ class RecipeRuntime:
 
     Raises:
         UserError: ``fp8_gather`` or ``fp8_dispatch`` under a recipe whose codes cannot be sent; ``emulate_accumulator``
-            under a recipe or on a device that has no GEMM for it.
+            under a recipe or on a device that has no GEMM for it; a phase at a fraction of the run without
+            ``total_steps``.
 
     Attributes:
         layers: GEMMs of the layers bound so far.
+        transformer_layers: those that ``bind_layer`` bound.
         grouped: experts of the layers bound so far that run together.
         kept: paths of layers that the recipe leaves in the compute dtype.
         emulated: reason -> the GEMMs, of all layers or of one, that are emulated for it.
@@ -83,24 +90,26 @@ class RecipeRuntime:
         rerun_in_bf16: Sequence[str] = (),
         fp8_gather: bool = False,
         fp8_dispatch: bool = False,
+        total_steps: int | None = None,
     ) -> None:
-        self.recipe, self.device = recipe, device
-        self._num_layers, self._seed, self._accumulate_wgrad = num_layers, seed, accumulate_wgrad
-        self._share_rng_across_dp, self._reduce_amax = share_rng_across_dp, reduce_amax
-        self._cache_weights, self._emulate, self._bf16_globs = cache_weights, emulate, rerun_in_bf16
-        self._fp8_gather, self._emulate_accumulator = fp8_gather, emulate_accumulator
+        self.recipe, self.device, self._progress = recipe, device, recipe.start(total_steps)
+        self._used, self._bf16_globs = recipe.in_bf16(rerun_in_bf16), rerun_in_bf16
+        self._num_layers, self._seed, self._cache_weights = num_layers, seed, cache_weights
+        self._emulate, self._emulate_accumulator, self._fp8_gather = emulate, emulate_accumulator, fp8_gather
+        self._accumulate_wgrad, self._reduce_amax = accumulate_wgrad, reduce_amax
+        self._share_rng_across_dp = share_rng_across_dp
         if emulate_accumulator:
             check_accumulator(recipe, "cpu" if emulate else arch_of(device))
         if fp8_gather:
             check_fp8_gather(recipe, parallel_state.get_pipeline_model_parallel_world_size())
         self.dispatch = Fp8Dispatch(recipe) if fp8_dispatch else None
-        self.kept: list[str] = []
+        self.kept, self.rerun_in_bf16 = list[str](), list[str]()
         self.emulated: dict[str, list[str]] = {}
-        self.rerun_in_bf16: list[str] = []
         self.recomputes_gelu: bool | None = None
         self.notes: list[str] = []
-        self.layers: list[LinearGemms] = []
-        self.grouped: list[LowPrecGroupedMLP] = []
+        self.layers, self.grouped = list[LinearGemms](), list[LowPrecGroupedMLP]()
+        self.transformer_layers: WeakSet[TransformerLayer] = WeakSet()
+        self._bound: WeakKeyDictionary[LowPrecLinearMixin, BoundLinear] = WeakKeyDictionary()
         self._histories: dict[tuple[HistorySpec, bool], AmaxHistory] = {}
         self._unfinished: int | None = None  # the step in progress
         self._ran: set[tuple[nn.Module, RngStep]] = set()  # training forward passes of that step
@@ -130,40 +139,36 @@ class RecipeRuntime:
                 f"recipe {recipe.name} has history_update microbatch: in a pipeline a recomputed forward pass would be "
                 "rounded by a later scale than its first one; set history_update=step, or leave recomputation out"
             )
-        kept = kept_in_bf16(recipe, layer_number, name, self._num_layers)
-        if kept and recipe.quantized:
-            self.kept.append(f"layers.{layer_number}.{name}")
-        plain_gemms = frozenset[str]() if kept else gemms_in_bf16(self._bf16_globs, layer_number, name)
-        self.rerun_in_bf16 += [f"layers.{layer_number}.{name}.{gemm}" for gemm in sorted(plain_gemms)]
-        history_of: Callable[[HistorySpec], AmaxHistory] = partial(self.history, expert=expert >= 0)
+        bound = self._bound.get(module)
+        if bound is None:
+            # a checkpoint stacks the layers of a model, so all store the same tensors
+            histories = add_tensors(recipe.delayed_operands(), partial(self.history, expert=expert >= 0))
+            bound = self._bound[module] = BoundLinear(layer_number, name, expert, histories)
+        place = Layer(layer_number, name, self._num_layers)
+        own, linear = recipe.at(place, self._progress), self._used.at(place, self._progress)
+        if recipe.quantized and not own.quantized:
+            self.kept.append(place.path)
+        rerun = [gemm for gemm in own.gemms if own.gemms[gemm].quantized and not linear.gemms[gemm].quantized]
+        self.rerun_in_bf16 += [f"{place.path}.{gemm}" for gemm in sorted(rerun)]
         tp_group = module.tp_group
-        layer_recipe = get_recipe("bf16") if kept else without_gemms(recipe, plain_gemms)
         module.linear_gemms = LinearGemms(
-            layer_recipe,
+            linear,
             linear_id_of(module, layer_number, name, expert, self._share_rng_across_dp),
             self._seed,
-            history_of,
+            self.history,
             maximum_over(tp_group) if tp_group.size() > 1 and self._reduce_amax else None,
             cache_weights=self._cache_weights,
-            stores_histories_of=recipe,
+            histories=bound.histories,
             emulate=self._emulate,
             emulate_accumulator=self._emulate_accumulator,
-            gathers=self._gathered_in_fp8(module, layer_recipe, expert),
+            gathers=gathered_tensor(module, linear) if self._fp8_gather and expert < 0 else None,
         )
         site = site_of(module, layer_number, name)
         check_activations(recipe, [site], tp_group.size())
-        if not kept:
-            check_site(module.linear_gemms.recipe, site, tp_group.size())
-            self._note_emulated(module, name, layer_number)
+        check_site(linear, site, tp_group.size())
+        self._note_emulated(module, name, layer_number)
         self.layers.append(module.linear_gemms)
         module.accumulates_in_fp32 = self._accumulate_wgrad
-
-    def _gathered_in_fp8(self, module: LowPrecLinearMixin, recipe: Recipe, expert: int) -> str | None:
-        """The tensor of a layer that ranks gather as FP8 codes, or None; experts take no sharded sequence."""
-        if not self._fp8_gather or expert >= 0 or not module.sequence_parallel:
-            return None
-        tensor = "input" if isinstance(module, LowPrecColumnParallelLinear) else "grad_output"
-        return tensor if why_not_gathered(recipe, tensor) is None else None
 
     def _note_emulated(self, module: LowPrecLinearMixin, name: str, layer_number: int) -> None:
         """Record which of a layer's GEMMs are emulated, and why: one header line for each reason."""
@@ -178,8 +183,32 @@ class RecipeRuntime:
             if reason is not None and where not in self.emulated.setdefault(reason, []):
                 self.emulated[reason].append(where)
 
+    def enter_phase(self, step: int) -> list[str]:
+        """Enter the recipe's phase of a step, before the step begins; returns the header lines that it changes.
+
+        The layers are bound anew as if a checkpoint continued under another recipe: amax histories of tensors that the
+        phase does not keep are dropped, all other state stays. Without a change of phase nothing happens.
+        """
+        progress = self._progress._replace(step=step)
+        now = self._used.during(progress)
+        if now is self._used.during(self._progress):
+            return []
+        lines, self._progress = self.header(), progress
+        dropped = self.recipe.delayed_operands().keys() - now.delayed_operands()
+        for history, slot in (bound.histories[tensor] for bound in self._bound.values() for tensor in dropped):
+            history.load_state(slot, None)
+        for collected in (self.layers, self.kept, self.rerun_in_bf16, self.emulated):
+            collected.clear()
+        for module, bound in self._bound.items():
+            self.bind_linear(module, bound.layer_number, bound.name, bound.expert)
+        for layer in self.transformer_layers:
+            link_norms(layer)
+        return [line for line in self.header() if line not in lines]
+
     def begin_step(self, step: int) -> None:
         """Begin a training step, before its first forward, with zero gradients; ``step`` counts iterations completed.
+
+        Enters the recipe's phase of the step.
 
         Raises:
             RuntimeError: the previous step has not ended.
@@ -189,6 +218,7 @@ class RecipeRuntime:
                 f"begin_step({step}) was called before step {self._unfinished} ended: call end_step() after each "
                 f"optimizer step, end_step(updated=False) where there was none"
             )
+        self.enter_phase(step)
         self._unfinished = step
         self._ran.clear()
         self._enter(RngStep(step, 0))
@@ -261,7 +291,7 @@ class RecipeRuntime:
         return True
 
     def history(self, remembered: HistorySpec, expert: bool = False) -> AmaxHistory:
-        """The amax history shared by all tensors of a kind."""
+        """The history that all tensors of a kind share."""
         return self._histories.setdefault((remembered, expert), AmaxHistory(remembered, self.device))
 
     def gemms(self) -> dict[str, str]:
@@ -279,6 +309,7 @@ class RecipeRuntime:
     def header(self) -> list[str]:
         """Header lines that describe how the recipe runs."""
         lines = [f"recipe {self.recipe.name}: {self.recipe.summary}"]
+        lines += describe_phases(self.recipe, self._progress)
         native = [name for name, runs in self.gemms().items() if runs.startswith("native")]
         if native:
             lines.append(f"{', '.join(native)} native on {arch_of(self.device)}")
@@ -286,8 +317,8 @@ class RecipeRuntime:
             lines.append(
                 f"{', '.join(names)} emulated on {self.device.type} ({reason}): the format's numerics, not its speed"
             )
-        gemms = self.recipe.gemms.values()
-        operands = [quant for gemm in gemms for quant in (gemm.input, gemm.weight, gemm.grad_output) if quant]
+        specs = [spec for _, spec in self.recipe.specs()]
+        operands = [quant for gemm in specs for quant in (gemm.input, gemm.weight, gemm.grad_output) if quant]
         if any(has_mx_kernel(self.device.type, quant.block, quant.scale_format) for quant in operands):
             lines.append("MX operands by fused kernels: the first step compiles and tunes them, once a machine")
         elif native:
@@ -296,7 +327,9 @@ class RecipeRuntime:
         lines.append(f"norms, GELU, dropout, biases and loss by {by}")
         if self.kept:
             lines.append(f"kept in the compute dtype by the recipe on this stage: {', '.join(self.kept)}")
-        lines += numbering_notes(self.recipe.keep_bf16.names, self.kept)
+        places = [Layer(bound.layer_number, bound.name, self._num_layers) for bound in self._bound.values()]
+        whole = parallel_state.get_pipeline_model_parallel_world_size() == 1
+        lines += rule_notes(self.recipe, self.kept, places if whole else [])
         if self.recomputes_gelu is not None:
             where = "of every dense MLP" if self.recomputes_gelu else "of no layer here: it is not fused with its bias"
             lines.append(f"--recompute-gelu: GELU computed again in the backward pass {where}")
@@ -357,6 +390,7 @@ def bind_recipe(
 
 def bind_layer(runtime: RecipeRuntime, layer: TransformerLayer) -> None:
     """Bind a layer's linears and saved activations, and link its norms; UserError as ``RecipeRuntime.bind_linear``."""
+    runtime.transformer_layers.add(layer)
     for name, expert, module in linears(layer):
         runtime.bind_linear(module, layer.layer_number, name, expert)
     runtime.grouped += [module for module in layer.modules() if isinstance(module, LowPrecGroupedMLP)]
@@ -364,24 +398,3 @@ def bind_layer(runtime: RecipeRuntime, layer: TransformerLayer) -> None:
     if runtime.dispatch is not None:
         runtime.dispatch.bind(layer)
     link_norms(layer)
-
-
-def device_of_models() -> torch.device:
-    """The current GPU, or the CPU without one."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def link_norms(layer: TransformerLayer) -> None:
-    """Link each norm to the linear layer that is the only consumer of its output, if there is one."""
-    # recomputation reads the norm's output from the saved tensors, without attached metadata
-    behind = (
-        (layer.input_layernorm, layer.self_attention, "linear_qkv", layer.recompute_input_layernorm),
-        (layer.pre_mlp_layernorm, layer.mlp, "linear_fc1", layer.recompute_pre_mlp_layernorm or layer.recompute_mlp),
-    )
-    for norm, part, name, run_again in behind:
-        linear = getattr(part, name, None)
-        if isinstance(linear, LowPrecLinearMixin) and isinstance(norm, LayerNorm | RMSNorm):
-            # sequence parallelism gathers first, unless it gathers codes; the amax of a shard is no amax of the whole
-            whole = not linear.config.sequence_parallel or linear.bound_gemms.gathers == "input"
-            alone = not run_again and whole
-            norm.consumer = Consumer(linear) if alone else None

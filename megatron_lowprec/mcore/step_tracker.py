@@ -25,11 +25,12 @@ from megatron_lowprec.mcore.layers.gpt_model import fuse_loss
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.mcore.megatron_lm_checks import check_arguments
 from megatron_lowprec.mcore.optim.fp8_param_gather import use_primary_weights
-from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_layer, device_of_models
+from megatron_lowprec.mcore.placement import device_of_models
+from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_layer
 from megatron_lowprec.quantization.random_stream import in_backward_pass
 from megatron_lowprec.recipe.coverage import check_primary_weights
 from megatron_lowprec.recipe.explain import describe_training_state
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 
 DEFAULT_SEED = 1234
 """Megatron-LM's default."""
@@ -188,6 +189,11 @@ class StepTracker:
 
     def _begin(self, step: int) -> None:
         assert self._runtime is not None
+        changed = self._runtime.enter_phase(step)
+        if changed and self._graphs is not None:
+            self._graphs.recapture()
+        if changed and self._introduced and _is_first_rank():
+            print(*changed, sep="\n", flush=True)
         if self._captures:
             self._begin_graphs()
         if not self._introduced and _is_first_rank():
@@ -278,6 +284,7 @@ def _runtime(recipe: Recipe, config: TransformerConfig, seed: int, options: dict
         # as with Megatron-core's own linears: rounded to the weight's dtype without the fusion
         accumulate_wgrad=config.gradient_accumulation_fusion,
         cache_weights=several,
+        total_steps=getattr(args, "train_iters", None),
         **options,
     )
 

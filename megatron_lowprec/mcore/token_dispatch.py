@@ -27,7 +27,7 @@ from megatron_lowprec.mcore.patches import bind
 from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.token_rows import pack_rows, unpack_rows
 from megatron_lowprec.recipe.fp8_dispatch import check_fp8_dispatch, dispatched_bytes, why_not_dispatched
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 
 # Fields of TransformerConfig that change what the dispatcher sends, or what reads the tokens before fc1.
 _REFUSED = {

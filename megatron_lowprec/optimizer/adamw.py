@@ -17,7 +17,7 @@ from megatron_lowprec.kernels.scaled_adam.reference import (
     Stream,
     encode_scale,
 )
-from megatron_lowprec.recipe.schema import OptimizerSpec
+from megatron_lowprec.recipe.recipe import OptimizerSpec
 
 DTYPES = {
     "fp32": torch.float32,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_lowprec.kernels.dispatch import update_history_
-from megatron_lowprec.recipe.schema import HistorySpec, Recipe
+from megatron_lowprec.recipe.schema import HistorySpec, LinearRecipe
 
 AMAX = "amax"
 """A layer's state dict holds the history of each tensor as ``amax.<tensor>``, ``AmaxHistory.state``."""
@@ -132,8 +132,20 @@ class AmaxHistory:
         self.window[:, slot] *= factor
 
 
+def add_tensors(
+    delayed: Mapping[str, HistorySpec], history_of: Callable[[HistorySpec], AmaxHistory]
+) -> dict[str, tuple[AmaxHistory, int]]:
+    """Tensor -> its history and slot, new and empty, of each of a layer's ``delayed_operands``.
+
+    Args:
+        history_of: returns the history that the tensors of a ``HistorySpec`` share; called once per tensor.
+    """
+    found = {tensor: history_of(remembered) for tensor, remembered in delayed.items()}
+    return {tensor: (history, history.add_tensor()) for tensor, history in found.items()}
+
+
 def empty_histories(
-    recipe: Recipe, histories: Mapping[str, tuple[AmaxHistory, int]], *, gradients: bool
+    recipe: LinearRecipe, histories: Mapping[str, tuple[AmaxHistory, int]], *, gradients: bool
 ) -> frozenset[str]:
     """The tensors with delayed scales of a layer that have no amax in effect.
 

@@ -1,6 +1,6 @@
 """Which recipes' layers CUDA graphs can hold."""
 
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 
 
 def why_not_captured(recipe: Recipe, several_microbatches: bool) -> tuple[str, list[str]] | None:

@@ -1,15 +1,15 @@
 """Linear layers that a recipe quantizes, and checks of their sizes: pure functions of the config."""
 
 import difflib
-import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any, Literal
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec, Recipe
+from megatron_lowprec.recipe.layer_match import Layer, LayerMatch, numbering_notes, site_path
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, LinearRecipe, QuantSpec
 
 VALUES_PER_DRAW = 8
 """Entries along the contracted dimension per call of the random stream: shards must begin at a multiple.
@@ -39,8 +39,12 @@ class LinearSite:
 
     @property
     def path(self) -> str:
-        """Path matched by the globs of ``keep_bf16.names``."""
+        """Path matched by the globs of rules."""
         return site_path(self.layer_number, self.name)
+
+    def layer(self, num_layers: int) -> Layer:
+        """The place for which a recipe answers."""
+        return Layer(self.layer_number, self.name, num_layers)
 
     def sizes_on_rank(self, tensor_ranks: int) -> tuple[int, int]:
         """Input and output features of the layer on each of its tensor-parallel ranks."""
@@ -53,60 +57,64 @@ TensorRanks = int | Callable[[LinearSite], int]
 """Ranks that shard every linear layer, or those of each: experts that are spread over ranks are whole."""
 
 
-def site_path(layer_number: int, name: str, expert: int = -1) -> str:
-    """``layers.3.mlp.linear_fc1``, with the expert's number if any."""
-    path = f"layers.{layer_number}.{name}"
-    return path if expert < 0 else f"{path} of expert {expert}"
+def unmatched_globs(recipe: Recipe, layers: Sequence[Layer]) -> list[tuple[str, str]]:
+    """(glob, nearest path) of each glob of a rule that matches no GEMM: most likely typing errors."""
+    found = []
+    for field, paths in (
+        ("layers", [layer.path for layer in layers]),
+        ("modules", [layer.module_path for layer in layers]),
+    ):
+        for glob in dict.fromkeys(glob for rule in recipe.rules_of_all_phases for glob in getattr(rule, field)):
+            match = LayerMatch(layers=(glob,)) if field == "layers" else LayerMatch(modules=(glob,))
+            if layers and not any(match.matches(layer, gemm) for layer in layers for gemm in GEMM_OPERANDS):
+                found.append((glob, (difflib.get_close_matches(glob, paths, n=1) or paths)[0]))
+    return found
 
 
-def kept_in_bf16(recipe: Recipe, layer_number: int, name: str, num_layers: int) -> bool:
-    """Whether the recipe leaves that linear layer in the compute dtype."""
-    keep = recipe.keep_bf16
-    if layer_number <= keep.first_layers or layer_number > num_layers - keep.last_layers:
-        return True
-    return any(matches(site_path(layer_number, name), glob) for glob in keep.names)
+def rule_notes(recipe: Recipe, kept: Sequence[str], layers: Sequence[Layer]) -> list[str]:
+    """Lines of ``numbering_notes`` about layers in the compute dtype, and of ``unmatched_globs`` in a whole model."""
+    return numbering_notes(recipe.globs, kept) + [
+        f"a rule has {glob!r}, which matches no linear layer; layers are named like {near}"
+        for glob, near in unmatched_globs(recipe, layers)
+    ]
 
 
-def matches(path: str, glob: str) -> bool:
-    """Whether a glob matches a path that begins as ``site_path``.
+def check_globs(what: str, recipe: Recipe, layers: Sequence[Layer]) -> None:
+    """Reject ``unmatched_globs``; UserError, which begins with ``what``."""
+    for glob, near in unmatched_globs(recipe, layers):
+        raise UserError(f"{what} has {glob!r}, which matches no linear layer; layers are named like {near}")
 
-    A glob may have Megatron's module names, which count layers from 0: ``decoder.layers.1`` is ``layers.2``.
+
+def check_rules(recipe: Recipe, layers: Sequence[Layer], num_layers: int | None) -> None:
+    """Reject a rule that matches no layer of the model, by its glob or by more layers than there are (None: unknown).
+
+    Raises:
+        UserError: with the nearest path.
     """
-    return fnmatchcase(path, _counted_from_1(glob))
+    check_globs(f"a rule of recipe {recipe.name}", recipe, layers)
+    keep = recipe.keep_bf16
+    counts: dict[str, int] = {"keep_bf16.first_layers": keep.first_layers, "keep_bf16.last_layers": keep.last_layers}
+    for rule in recipe.rules_of_all_phases[len(keep.rules) :]:
+        counts["first"] = max(counts.get("first", 0), rule.first)
+        counts["last"] = max(counts.get("last", 0), rule.last)
+    for name, count in counts.items():
+        if num_layers is not None and count > num_layers:
+            raise UserError(f"{name} is {count}, but the model has {num_layers} layers; lower it")
 
 
-@cache
-def _counted_from_1(glob: str) -> str:
-    found = re.match(r"decoder\.layers\.(\d+|\*)(?=\.|$)", glob)
-    if found is None:
-        return glob
-    number = found[1] if found[1] == "*" else int(found[1]) + 1
-    return f"layers.{number}{glob[found.end() :]}"
-
-
-def numbering_notes(globs: Iterable[str], paths: Sequence[str]) -> list[str]:
-    """A line for each glob that matches a path here, and another layer among Megatron's module names."""
-    notes: dict[str, str] = {}
-    for glob in globs:
-        for path in paths:
-            _, number, name = path.split(".", 2)
-            same, following = (f"decoder.layers.{n}.{name}" for n in (int(number) - 1, number))
-            if matches(path, glob) and fnmatchcase(following, glob) and not fnmatchcase(same, glob):
-                hint = f"for decoder.layers.{number} write decoder.layers.{number} or layers.{int(number) + 1}"
-                why = "layers count from 1 here and from 0 in Megatron's module names"
-                notes.setdefault(glob, f"{glob} matches {path}: {why}; {hint}")
-    return list(notes.values())
-
-
-def unmatched_names(recipe: Recipe, sites: Iterable[LinearSite]) -> list[str]:
-    """Globs of ``keep_bf16.names`` that match no linear layer: most likely typing errors."""
-    paths = [site.path for site in sites]
-    return [glob for glob in recipe.keep_bf16.names if not any(matches(path, glob) for path in paths)]
+def check_no_phases(recipe: Recipe, where: str) -> None:
+    """Raise UserError for a recipe with phases where no steps are counted."""
+    if recipe.phases:
+        raise UserError(
+            f"recipe {recipe.name} has phases, and {where} does not know the step of the training: pass "
+            "recipe.during(Progress(step, total)), or train with pretrain_gpt.py or bind_recipe"
+        )
 
 
 def keeps_all(recipe: Recipe, sites: Iterable[LinearSite], num_layers: int) -> bool:
-    """Whether a recipe that quantizes keeps every linear layer of this model in the compute dtype."""
-    return recipe.quantized and all(kept_in_bf16(recipe, s.layer_number, s.name, num_layers) for s in sites)
+    """Whether a recipe that quantizes leaves every linear layer of this model in the compute dtype."""
+    layers = [site.layer(num_layers) for site in sites]
+    return recipe.quantized and not any(now.at(layer).quantized for now in recipe.stages for layer in layers)
 
 
 def weight_serves_microbatches(gemm: GemmSpec) -> bool:
@@ -115,7 +123,7 @@ def weight_serves_microbatches(gemm: GemmSpec) -> bool:
     return gemm.weight is not None and not gemm.weight.random and not drawn
 
 
-def primary_weight_spec(recipe: Recipe) -> QuantSpec | None:
+def primary_weight_spec(recipe: LinearRecipe) -> QuantSpec | None:
     """Spec of a weight that a layer can store as FP8 codes only; None if it cannot.
 
     fprop and dgrad must use the same spec, and the same scales: one of the tensor, or those of square blocks, which the
@@ -130,13 +138,18 @@ def primary_weight_spec(recipe: Recipe) -> QuantSpec | None:
 
 
 def check_primary_weights(recipe: Recipe) -> None:
-    """Reject FP8 primary weights for a recipe without a common weight spec.
+    """Reject FP8 primary weights for a recipe without a common weight spec, or whose weights change in a phase.
 
     Raises:
         UserError: with the named recipe's own operands.
     """
-    if primary_weight_spec(recipe) is None:
-        taken = {name: getattr(recipe, name).weight for name in ("fprop", "dgrad")}
+    if recipe.phases:
+        raise UserError(
+            f"FP8 weights (fp8_weights, --fp8-param-gather) keep one format for a whole run, and recipe {recipe.name} "
+            "has phases: leave one of the two out"
+        )
+    if all(primary_weight_spec(linear) is None for linear in recipe.linear_recipes):
+        taken = {name: recipe.gemms[name].weight for name in ("fprop", "dgrad")}
         found = ", ".join(f"{n} {f'{w.format} by {w.granularity}' if w else 'unquantized'}" for n, w in taken.items())
         raise UserError(
             "FP8 weights (fp8_weights, --fp8-param-gather) have fp32 scales by tensor or by 128x128, which fprop and "
@@ -145,7 +158,7 @@ def check_primary_weights(recipe: Recipe) -> None:
         )
 
 
-def why_not_gathered(recipe: Recipe, tensor: str) -> str | None:
+def why_not_gathered(recipe: LinearRecipe, tensor: str) -> str | None:
     """Reason why ranks cannot gather "input" or "grad_output" as FP8 codes for both of its GEMMs; None if they can.
 
     A rank must be able to quantize its tokens alone, and the codes of one direction, transposed, must be those of the
@@ -178,8 +191,8 @@ def check_fp8_gather(recipe: Recipe, pipeline_parallel: int = 1) -> None:
         UserError: with the reason.
     """
     for tensor in ("input", "grad_output"):
-        reason = why_not_gathered(recipe, tensor)
-        if reason is not None:
+        reasons = [why_not_gathered(linear, tensor) for linear in recipe.linear_recipes]
+        if (reason := reasons[0]) is not None and None not in reasons:
             raise UserError(
                 "--fp8-sequence-parallel-gather moves the codes that GEMMs take, quantized by delayed scales before "
                 f"the gather; in recipe {recipe.name} {reason}: use fp8_delayed or fp8_lm, or leave the flag out"
@@ -191,22 +204,7 @@ def check_fp8_gather(recipe: Recipe, pipeline_parallel: int = 1) -> None:
         )
 
 
-def gemms_in_bf16(globs: Iterable[str], layer_number: int, name: str) -> frozenset[str]:
-    """The GEMMs of that linear layer that match ``globs`` such as ``layers.3.mlp.linear_fc1.dgrad``."""
-    return frozenset(
-        gemm
-        for gemm in GEMM_OPERANDS
-        if any(matches(f"{site_path(layer_number, name)}.{gemm}", glob) for glob in globs)
-    )
-
-
-def without_gemms(recipe: Recipe, gemms: Iterable[str]) -> Recipe:
-    """The recipe with these GEMMs in the compute dtype."""
-    plain: dict[str, Any] = {gemm: GemmSpec() for gemm in gemms}
-    return replace(recipe, **plain)
-
-
-def with_current_scales(recipe: Recipe, tensors: Collection[str]) -> Recipe:
+def with_current_scales(recipe: LinearRecipe, tensors: Collection[str]) -> LinearRecipe:
     """The recipe with current scales in place of delayed ones for these tensors."""
 
     def changed(gemm: GemmSpec) -> GemmSpec:
@@ -223,27 +221,27 @@ def with_current_scales(recipe: Recipe, tensors: Collection[str]) -> Recipe:
 
 
 def check_gemm_globs(recipe: Recipe, globs: Sequence[str], sites: Sequence[LinearSite], num_layers: int) -> None:
-    """Reject a glob that matches no quantized GEMM.
+    """Reject a glob of --rerun-in-bf16 that matches no quantized GEMM.
 
     Raises:
         UserError: with the nearest name.
     """
-    quantized = [
-        f"{site.path}.{name}"
+    quantized = {
+        f"{site.path}.{name}": (site.layer(num_layers), name)
         for site in sites
-        if not kept_in_bf16(recipe, site.layer_number, site.name, num_layers)
-        for name, gemm in recipe.gemms.items()
+        for now in recipe.stages
+        for name, gemm in now.at(site.layer(num_layers)).gemms.items()
         if gemm.quantized
-    ]
+    }
     for glob in globs:
-        if not any(matches(path, glob) for path in quantized):
+        if not any(LayerMatch(layers=(glob,)).matches(*place) for place in quantized.values()):
             near = difflib.get_close_matches(glob, quantized, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"--rerun-in-bf16 {glob}: recipe {recipe.name} quantizes no GEMM of that name{hint}")
 
 
 def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, tensor_parallel: TensorRanks) -> None:
-    """Reject sizes that a recipe's blocks do not divide, on each rank of a tensor-parallel group.
+    """Reject sizes that a recipe's blocks do not divide, on each rank of a tensor-parallel group, in any phase.
 
     Tokens (the contracted dimension of wgrad) are padded internally and may be any number.
 
@@ -252,28 +250,28 @@ def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, te
 
     Raises:
         UserError: names the first such layer, the GEMM, the size and the required multiple, and globs of all such
-            layers; or a glob that matches nothing.
+            layers; or as ``check_rules``.
     """
     if not recipe.quantized:
         return
-    for glob in unmatched_names(recipe, sites):
-        raise UserError(
-            f"keep_bf16.names has {glob!r}, which matches no linear layer; layers are named like {sites[0].path}"
-        )
-    for name in ("first_layers", "last_layers"):
-        if (count := getattr(recipe.keep_bf16, name)) > num_layers:
-            raise UserError(f"keep_bf16.{name} is {count}, but the model has {num_layers} layers; lower it")
-    quantized = [site for site in sites if not kept_in_bf16(recipe, site.layer_number, site.name, num_layers)]
-    _check_sites(recipe, quantized, tensor_parallel)
+    check_rules(recipe, [site.layer(num_layers) for site in sites], num_layers)
+    for now in recipe.stages:
+        runs = [(site, now.at(site.layer(num_layers))) for site in sites]
+        _check_sites(recipe, [(site, linear) for site, linear in runs if linear.quantized], tensor_parallel)
 
 
-def check_site(recipe: Recipe, site: LinearSite, tensor_parallel: int) -> None:
-    """``check_sizes`` for one layer that the recipe quantizes."""
-    _check_sites(recipe, [site], tensor_parallel)
+def check_site(linear: LinearRecipe, site: LinearSite, tensor_parallel: int) -> None:
+    """``check_sizes`` for what one layer runs."""
+    _check_sites(linear, [(site, linear)], tensor_parallel)
 
 
-def _check_sites(recipe: Recipe, sites: Sequence[LinearSite], tensor_parallel: TensorRanks) -> None:
-    found = [(site, why) for site in sites if (why := indivisible(recipe, site, ranks_of(site, tensor_parallel)))]
+def _check_sites(
+    recipe: LinearRecipe, runs: Sequence[tuple[LinearSite, LinearRecipe]], tensor_parallel: TensorRanks
+) -> None:
+    sites = [site for site, _ in runs]
+    found = [
+        (site, why) for site, linear in runs if (why := indivisible(linear, site, ranks_of(site, tensor_parallel)))
+    ]
     if not found:
         return
     first, (gemm_name, reason) = found[0]
@@ -283,7 +281,8 @@ def _check_sites(recipe: Recipe, sites: Sequence[LinearSite], tensor_parallel: T
         # keeping them all would quantize nothing
         raise UserError(f"{message}give another --recipe: this one's blocks fit none of the {len(sites)} layers")
     # the override replaces the list of the recipe
-    globs = ", ".join(f'"{glob}"' for glob in (*recipe.keep_bf16.names, *_globs(affected, sites)))
+    kept = recipe.keep_bf16.names if isinstance(recipe, Recipe) else ()
+    globs = ", ".join(f'"{glob}"' for glob in (*kept, *_globs(affected, sites)))
     layers = "the layer" if len(affected) == 1 else f"the {len(affected)} such layers"
     raise UserError(f"{message}keep {layers} in bf16 with --recipe-override 'keep_bf16.names=[{globs}]'")
 
@@ -300,7 +299,7 @@ def _globs(chosen: Sequence[LinearSite], sites: Sequence[LinearSite]) -> list[st
 
 
 def indivisible(
-    recipe: Recipe, site: LinearSite, tensor_parallel: int = 1, partial_blocks: bool = True
+    recipe: LinearRecipe, site: LinearSite, tensor_parallel: int = 1, partial_blocks: bool = True
 ) -> tuple[str, str] | None:
     """The first GEMM whose blocks do not divide a layer's sizes, and the block and the size; None if all do.
 

@@ -2,17 +2,11 @@
 
 from collections.abc import Sequence
 
-from megatron_lowprec.recipe.coverage import (
-    LinearSite,
-    TensorRanks,
-    gemms_in_bf16,
-    kept_in_bf16,
-    numbering_notes,
-    ranks_of,
-    without_gemms,
-)
+from megatron_lowprec.recipe.coverage import LinearSite, TensorRanks, ranks_of
+from megatron_lowprec.recipe.layer_match import Progress, numbering_notes
 from megatron_lowprec.recipe.native_support import why_emulated, why_emulated_without_gpu
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, HadamardSpec, QuantSpec, Recipe
+from megatron_lowprec.recipe.recipe import Phase, Recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, HadamardSpec, QuantSpec
 
 _CONTRACTED = {"fprop": "input features", "dgrad": "output features", "wgrad": "tokens"}
 
@@ -110,6 +104,26 @@ def _ranges(numbers: Sequence[int]) -> str:
     return f"layer{'s' if len(numbers) > 1 else ''} {named}"
 
 
+def phase_starts(recipe: Recipe, train_iters: int | None = None) -> list[str]:
+    """When each phase begins, as text: ``iteration 821, 82% of the run``."""
+
+    def start(phase: Phase) -> str:
+        of_run = [] if phase.from_fraction is None else [f"{phase.from_fraction * 100:g}% of the run"]
+        known = phase.from_fraction is None or train_iters is not None
+        return ", ".join(([f"iteration {phase.begins(train_iters) + 1:,}"] if known else []) + of_run)
+
+    return [start(phase) for phase in recipe.phases]
+
+
+def describe_phases(recipe: Recipe, progress: Progress) -> list[str]:
+    """A line about the beginnings of the phases, and which is in force; none without phases."""
+    if not recipe.phases:
+        return []
+    starts = [f"{number} from {start}" for number, start in enumerate(phase_starts(recipe, progress.total), 1)]
+    in_force = next(number for number, stage in enumerate(recipe.stages) if stage is recipe.during(progress))
+    return [f"phases of the recipe: {'; '.join(starts)}; in force: {in_force or 'none yet'}"]
+
+
 def explain(
     recipe: Recipe,
     sites: Sequence[LinearSite],
@@ -121,11 +135,12 @@ def explain(
     tensor_ranks: TensorRanks = 1,
     dtype: str = "bfloat16",
     emulate: bool = False,
+    train_iters: int | None = None,
 ) -> str:
     """Text for every linear layer: its three GEMMs, and each operand's format, scales, rounding and transform.
 
     Layers with the same GEMMs are shown once, under their names, sizes and the ranges of their numbers. On "cpu" a GEMM
-    says which GPUs run it natively.
+    says which GPUs run it natively. Each phase of the recipe has such a part.
 
     Args:
         sites: the model's linear layers, in order.
@@ -136,6 +151,7 @@ def explain(
         tensor_ranks: ranks that shard each layer, or those of each.
         dtype: of the model's weights.
         emulate: no GEMM runs natively (--emulate).
+        train_iters: steps of the run, if known.
     """
     lines = [f"recipe {recipe.name}: {recipe.summary}", f"source {recipe.source}" if recipe.source else "", ""]
 
@@ -147,23 +163,26 @@ def explain(
             return why_emulated_without_gpu(name, gemm, *sizes, dtype)
         return why_emulated(name, gemm, arch, *sizes, dtype)
 
-    # lines of the GEMMs -> name and sizes of a layer -> its numbers
-    layers_of: dict[tuple[str, ...], dict[tuple[str, int, int], list[int]]] = {}
+    used = recipe.in_bf16(rerun_in_bf16)
     by_name = sorted(sites, key=lambda site: [s.name for s in sites].index(site.name))
-    for site in by_name:
-        gemms: list[str] = []
-        if recipe.quantized and not kept_in_bf16(recipe, site.layer_number, site.name, num_layers):
-            here = without_gemms(recipe, gemms_in_bf16(rerun_in_bf16, site.layer_number, site.name)).gemms
-            for name, gemm in here.items():
-                reason = why(name, gemm, site)
-                gemms += ["  " + line for line in describe_gemm(name, gemm, reason, emulate_accumulator)]
-        heading = site.name, site.in_features, site.out_features
-        layers_of.setdefault(tuple(gemms), {}).setdefault(heading, []).append(site.layer_number)
-    for gemms_of, layers in layers_of.items():
-        kept = "" if gemms_of else "  kept in the compute dtype"
-        lines += [f"{_ranges(numbers)}: {name} [{i} -> {o}]{kept}" for (name, i, o), numbers in layers.items()]
-        lines += gemms_of
-    lines += ["", *numbering_notes(recipe.keep_bf16.names, [site.path for site in sites])]
+    for title, now in zip(["", *(f"from {when}:" for when in phase_starts(recipe, train_iters))], used.stages):
+        # lines of the GEMMs -> name and sizes of a layer -> its numbers
+        layers_of: dict[tuple[str, ...], dict[tuple[str, int, int], list[int]]] = {}
+        for site in by_name:
+            gemms: list[str] = []
+            linear = now.at(site.layer(num_layers))
+            if linear.quantized:
+                for name, gemm in linear.gemms.items():
+                    reason = why(name, gemm, site)
+                    gemms += ["  " + line for line in describe_gemm(name, gemm, reason, emulate_accumulator)]
+            heading = site.name, site.in_features, site.out_features
+            layers_of.setdefault(tuple(gemms), {}).setdefault(heading, []).append(site.layer_number)
+        lines += ["", title] if title else []
+        for gemms_of, layers in layers_of.items():
+            kept = "" if gemms_of else "  kept in the compute dtype"
+            lines += [f"{_ranges(numbers)}: {name} [{i} -> {o}]{kept}" for (name, i, o), numbers in layers.items()]
+            lines += gemms_of
+    lines += ["", *numbering_notes(recipe.globs, [site.path for site in sites])]
     lines += describe_training_state(recipe)
     lines += ["never quantized: embeddings, norms, softmax, attention products, router, output layer"]
     return "\n".join(line for i, line in enumerate(lines) if line or i > 1)

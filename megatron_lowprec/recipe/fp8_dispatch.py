@@ -6,10 +6,11 @@ up-projections, and again along the tokens for the backward pass.
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.recipe.schema import QuantSpec, Recipe
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import LinearRecipe, QuantSpec
 
 
-def why_not_dispatched(recipe: Recipe, tensor: str = "input") -> str | None:
+def why_not_dispatched(recipe: LinearRecipe, tensor: str = "input") -> str | None:
     """Reason why "input" or "grad_output" cannot travel as the codes of its first GEMM; None if it can.
 
     The first GEMM is fprop or dgrad, whose scales run along features. A rank must be able to quantize each of its
@@ -43,8 +44,13 @@ def check_fp8_dispatch(recipe: Recipe) -> None:
     Raises:
         UserError: with the reason.
     """
-    reason = why_not_dispatched(recipe)
-    if reason is not None:
+    if recipe.phases:
+        raise UserError(
+            f"--moe-fp8-dispatch sends the same codes for a whole run, and recipe {recipe.name} has phases: leave one "
+            "of the two out"
+        )
+    reasons = [why_not_dispatched(linear) for linear in recipe.linear_recipes]
+    if (reason := reasons[0]) is not None and None not in reasons:
         raise UserError(
             "--moe-fp8-dispatch sends tokens to their experts as the codes that fprop takes, quantized one by one; in "
             f"recipe {recipe.name} {reason}: use fp8_blockwise, fp8_rowwise or mxfp8, or leave the flag out"

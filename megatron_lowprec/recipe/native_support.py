@@ -3,7 +3,8 @@
 from typing import Literal
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec, Recipe
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, LinearRecipe, QuantSpec
 
 _MULTIPLE = 16
 _BLOCK = 128
@@ -27,7 +28,7 @@ WITH_FP8 = ("sm89", "sm90", "sm100")
 _SLOWER_UP_TO = {"sm90": 2048 * 2048}
 
 
-def slower_than_bf16(recipe: Recipe, arch: str, in_features: int, out_features: int) -> bool:
+def slower_than_bf16(recipe: LinearRecipe, arch: str, in_features: int, out_features: int) -> bool:
     """Whether a bf16 layer of these sizes was measured to be slower in FP8; False if a GEMM is emulated.
 
     Args:
@@ -46,7 +47,7 @@ def execution(
     return "emulated" if why_emulated(name, gemm, arch, in_features, out_features) else "native"
 
 
-def native_gemms(recipe: Recipe, arch: str, in_features: int, out_features: int) -> frozenset[str]:
+def native_gemms(recipe: LinearRecipe, arch: str, in_features: int, out_features: int) -> frozenset[str]:
     """The quantized GEMMs of a bf16 layer that run natively."""
     return frozenset(
         name
@@ -68,8 +69,13 @@ def why_emulated_without_gpu(name: str, gemm: GemmSpec, in_features: int, out_fe
 
 
 def fast_gemms(recipe: Recipe) -> list[str]:
-    """The quantized GEMMs that ask for fast accumulation."""
-    return [name for name, gemm in recipe.gemms.items() if gemm.quantized and gemm.fast_accumulation]
+    """The GEMMs that ask for fast accumulation where they are quantized, in any layer or phase."""
+    return list(dict.fromkeys(name for name, _ in _fast_specs(recipe)))
+
+
+def _fast_specs(recipe: Recipe) -> list[tuple[str, GemmSpec]]:
+    found = [pair for linear in recipe.linear_recipes for pair in linear.gemms.items()]
+    return list(dict.fromkeys((name, gemm) for name, gemm in found if gemm.quantized and gemm.fast_accumulation))
 
 
 def check_accumulator(recipe: Recipe, arch: str) -> None:
@@ -81,14 +87,13 @@ def check_accumulator(recipe: Recipe, arch: str) -> None:
     Raises:
         UserError: no GEMM asks for it; one does that Hopper's FP8 units do not run with it; or one runs natively.
     """
-    names = fast_gemms(recipe)
-    if not names:
+    specs = _fast_specs(recipe)
+    if not specs:
         raise UserError(
             f"--emulate-accumulator was asked, but no GEMM of recipe {recipe.name} has fast_accumulation; leave it "
             "out, or set --recipe-override fprop.fast_accumulation=true under a recipe that quantizes fprop"
         )
-    for name in names:
-        gemm = recipe.gemms[name]
+    for name, gemm in specs:
         reason = why_emulated(name, gemm, "sm90")
         if reason is None and any(quant.block is not None for quant in _operands(name, gemm)):
             reason = "operands of granularity 1x128 are promoted to fp32 every 128 terms"

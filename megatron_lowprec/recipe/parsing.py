@@ -21,8 +21,9 @@ from typing import Any, TypeAlias, TypeVar
 
 from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.recipe.field_types import field_types, fits, without_none
+from megatron_lowprec.recipe.recipe import Phase, Recipe, Rule
 from megatron_lowprec.recipe.registry import get_recipe, recipes
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec, Recipe, check_operands
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, LinearRecipe, QuantSpec, check_operands
 from megatron_lowprec.recipe.yaml_text import read_yaml_file, read_yaml_text
 from megatron_lowprec.shipped import find
 
@@ -110,18 +111,65 @@ def recipe_of_attribute(name: str, overrides: Sequence[str] = ()) -> Recipe:
         raise UnknownAttributeError(str(error)) from None
 
 
-def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
-    """Nested dicts, lists, strings and numbers, including defaults; ``recipe_from_dict`` inverts it."""
-    return _plain(dataclasses.asdict(recipe))
+def recipe_to_dict(recipe: LinearRecipe) -> dict[str, Any]:
+    """Nested dicts, lists, strings and numbers, including defaults; ``recipe_from_dict`` inverts it.
+
+    Rules and phases are left out if there are none, and hold only what they set.
+    """
+    data = _plain(dataclasses.asdict(recipe))
+    for name in _CHANGES:
+        changes = [_given(change) for change in getattr(recipe, name, ())]
+        data |= {name: changes} if changes else {}
+        if not changes:
+            data.pop(name, None)
+    return data
 
 
 def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
     """The recipe of such a dict; UserError for unknown fields and wrong types."""
-    if isinstance(data, Mapping):
-        for gemm in GEMM_OPERANDS:  # before a foreign operand is refused for the fields that it lacks
-            if isinstance(data.get(gemm), Mapping):
-                check_operands(gemm, data[gemm])
-    return build(Recipe, data)
+    return build(Recipe, _with_gemms(data))
+
+
+def _given(change: Rule | Phase) -> dict[str, Any]:
+    """The fields that a rule or a phase sets; a GEMM in the compute dtype is None."""
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(change):
+        value = getattr(change, field.name)
+        if isinstance(value, GemmSpec):
+            given[field.name] = None if value == GemmSpec() else _plain(dataclasses.asdict(value))
+        elif value and field.name == "rules":
+            given["rules"] = [_given(rule) for rule in value]
+        elif value != field.default:
+            given[field.name] = _plain(value)
+    return given
+
+
+def _with_gemms(data: Any) -> Any:
+    """A recipe's, rule's or phase's fields with GEMMs as mappings, where they are null or the name of a recipe.
+
+    ``gemms`` of a rule or a phase sets all three.
+    """
+    if not isinstance(data, Mapping):
+        return data
+    found = dict(data)
+    if isinstance(whole := found.get("gemms"), str):
+        found = {**dict.fromkeys(GEMM_OPERANDS, whole), **found}
+        del found["gemms"]
+    for gemm in GEMM_OPERANDS.keys() & found:
+        value = found[gemm]
+        if isinstance(value, str):
+            found[gemm] = _plain(dataclasses.asdict(get_recipe(value).gemms[gemm]))
+        elif value is None:
+            found[gemm] = {}
+        elif isinstance(value, Mapping):  # before a foreign operand is refused for the fields that it lacks
+            check_operands(gemm, value)
+    for name in _CHANGES:
+        if isinstance(found.get(name), list | tuple):
+            found[name] = [_with_gemms(change) for change in found[name]]
+    return found
+
+
+_CHANGES = ("rules", "phases")  # fields that are lists of changes of GEMMs
 
 
 def in_current_form(stored: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -339,7 +387,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             raise UserError(f"{where} is {value!r}, but must be a list{example}")
         if parts[-1] is not ... and len(value) != len(parts):
             raise UserError(f"{where} is {value!r}, but must be a list of {len(parts)}")
-        return tuple(_value(parts[0], item, where) for item in value)
+        places = [where] * len(value)
+        if dataclasses.is_dataclass(parts[0]):
+            places = [f"{where}[{i}]" for i in range(len(value))]
+        return tuple(_value(parts[0], item, place) for item, place in zip(value, places, strict=True))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not fits(value, hint):

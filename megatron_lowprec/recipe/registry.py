@@ -11,15 +11,8 @@ from typing import TypedDict
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.activation_spec import ActivationSpec
-from megatron_lowprec.recipe.schema import (
-    GemmSpec,
-    GradientSpec,
-    HadamardSpec,
-    KeepBf16,
-    OptimizerSpec,
-    QuantSpec,
-    Recipe,
-)
+from megatron_lowprec.recipe.recipe import GradientSpec, KeepBf16, OptimizerSpec, Recipe
+from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, QuantSpec
 
 ENTRY_POINT_GROUP = "megatron_lowprec.recipes"
 

@@ -20,6 +20,7 @@ class RuntimeOptions(TypedDict, total=False):
         rerun_in_bf16: globs of single GEMMs to run unquantized, such as ``layers.3.mlp.linear_fc1.dgrad``.
         fp8_gather: under sequence parallelism, gather FP8 codes of inputs and output gradients where both GEMMs of a
             layer take them; other layers gather in the compute dtype.
+        total_steps: steps of the whole run, for phases of the recipe that begin at a fraction of it.
         fp8_dispatch: send tokens to experts, and gradients back to them, as codes where fc1 and fc2 are quantized.
     """
 
@@ -34,3 +35,4 @@ class RuntimeOptions(TypedDict, total=False):
     rerun_in_bf16: Sequence[str]
     fp8_gather: bool
     fp8_dispatch: bool
+    total_steps: int | None

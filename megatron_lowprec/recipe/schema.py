@@ -1,5 +1,4 @@
-"""Schema of recipes: frozen data with both operands' numerics for each of a linear layer's three GEMMs, and the formats
-of saved activations, optimizer state and data-parallel gradients.
+"""Schema of a linear layer's numerics: frozen data with both operands of each of its three GEMMs.
 
 Shapes, with T tokens, I input features, O output features::
 
@@ -13,21 +12,13 @@ model's compute dtype (bf16, or fp32 in an fp32 run). ``quant_spec`` has the sch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.activation_spec import ActivationSpec
 from megatron_lowprec.recipe.field_types import check_fields
 from megatron_lowprec.recipe.quant_spec import HadamardSpec, HistoryRule, HistoryUpdate, QuantSpec
-
-StateFormat = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
-StateRounding = Literal["stochastic", "nearest_even"]
-GradientFormat = Literal["none", "e4m3", "e5m2"]
-GradientSum = Literal["format", "fp32"]
-GradientAccumulation = Literal["buffer", "fp32", "format"]
-GradientFactorRule = Literal["fixed", "automatic"]
 
 GEMM_OPERANDS: dict[str, tuple[str, str]] = {
     "fprop": ("input", "weight"),
@@ -84,113 +75,8 @@ class GemmSpec:
 
 
 @dataclass(frozen=True)
-class KeepBf16:
-    """Linear layers that stay in the compute dtype, by global layer number (1-based, over all pipeline stages).
-
-    ``names`` are globs over ``layers.<number>.<linear>``, such as ``layers.3.*`` or ``*.linear_proj``.
-    """
-
-    first_layers: int = 0
-    last_layers: int = 0
-    names: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        for name in ("first_layers", "last_layers"):
-            if (count := getattr(self, name)) < 0:
-                raise UserError(f"{name} is {count}, but must be a number of layers, 0 or more")
-
-
-@dataclass(frozen=True)
-class OptimizerSpec:
-    """Formats of Adam's state between steps (FP8-LM, arXiv 2310.18313, "FP8 optimizer").
-
-    They apply to weights of two or more dimensions. One-dimensional ones (norm gains, biases) keep an fp32 state.
-
-    ``"fp16"``, ``"e4m3"`` and ``"e5m2"`` have one scale per tensor, 2^floor(log2(M / A)) with the format's maximum M
-    and the largest magnitude A of all of the tensor's shards on all ranks. ``"bf16"`` has no scale; DeepSeek-V3 (arXiv
-    2412.19437, section 3.3.3) has both moments in it, with an fp32 master. An update is computed in fp32 from decoded
-    values.
-
-    Attributes:
-        exp_avg: first moment.
-        exp_avg_sq: second moment.
-        master: main weight, from which the model's weight is rounded.
-        rounding: of new codes. ``"nearest_even"`` loses updates smaller than half a step of the format.
-    """
-
-    exp_avg: StateFormat = "fp32"
-    exp_avg_sq: StateFormat = "fp32"
-    master: StateFormat = "fp32"
-    rounding: StateRounding = "stochastic"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    @property
-    def formats(self) -> dict[str, str]:
-        """Part of the state -> its format."""
-        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "master": self.master}
-
-    @property
-    def quantized(self) -> bool:
-        """Whether any state is stored in another format than fp32."""
-        return set(self.formats.values()) != {"fp32"}
-
-
-@dataclass(frozen=True)
-class GradientSpec:
-    """Storage and reduction of gradients (FP8-LM, arXiv 2310.18313, "FP8 gradient and all-reduce").
-
-    Each rank casts each tensor with one power-of-two scale, from the largest magnitude on any rank, and sends the codes
-    of each shard to the rank that updates it.
-
-    Attributes:
-        format: format on the wire; ``"none"`` uses Megatron-core's reduction in the gradients' own dtype.
-        sum: ``"fp32"`` adds codes in fp32. ``"format"`` rounds each partial sum to the format, in the order of the
-            ranks, saturating, as a reduction in the network does: from 8 ranks on it loses small addends. Both send
-            the same number of bytes.
-        mu: factor of gradients before the cast. ``"fixed"`` is 1. ``"automatic"`` falls to 1/2 if more than 0.001% of
-            the codes saturate, and rises to 2 otherwise.
-        accumulation: where the gradients of a step's microbatches are added. ``"buffer"``: in Megatron-core's gradient
-            buffer, fp32 or bf16 for all weights, until the update. The others store FP8 codes with a scale a tensor,
-            one byte a weight, from the end of the backward pass to the update. ``"fp32"``: in fp32 until the step's
-            last microbatch. ``"format"``: a tensor is fp32 within one microbatch and is cast again after each.
-    """
-
-    format: GradientFormat = "none"
-    sum: GradientSum = "fp32"
-    mu: GradientFactorRule = "fixed"
-    accumulation: GradientAccumulation = "buffer"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.stored and not self.quantized:
-            raise UserError(
-                f"accumulation {self.accumulation} was asked with format none; it stores gradients in the "
-                "format: set gradients.format=e4m3, or gradients.accumulation=buffer"
-            )
-
-    @property
-    def quantized(self) -> bool:
-        """Whether gradients are sent in another format than their own."""
-        return self.format != "none"
-
-    @property
-    def stored(self) -> bool:
-        """Whether gradients are stored in the format, instead of Megatron-core's gradient buffer."""
-        return self.accumulation != "buffer"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Named numerics for every linear layer of a transformer, for the optimizer and for data parallelism.
-
-    Embeddings, output layer, router, norms, softmax and attention's GEMMs are never quantized.
-
-    ``fp8_weights`` stores the weights of quantized linear layers only as the FP8 codes that fprop and dgrad multiply,
-    without a copy in the compute dtype; the option ``--fp8-param-gather`` sets the same for one run.
-    """
+class LinearRecipe:
+    """Numerics of one linear layer: its three GEMMs, with the name, summary and source of the recipe they are from."""
 
     name: str
     summary: str
@@ -198,24 +84,14 @@ class Recipe:
     fprop: GemmSpec = field(default_factory=GemmSpec)
     dgrad: GemmSpec = field(default_factory=GemmSpec)
     wgrad: GemmSpec = field(default_factory=GemmSpec)
-    keep_bf16: KeepBf16 = field(default_factory=KeepBf16)
-    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
-    gradients: GradientSpec = field(default_factory=GradientSpec)
-    activations: ActivationSpec = field(default_factory=ActivationSpec)
-    fp8_weights: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for gemm, spec in self.specs():
+            _check_gemm(gemm, spec)
         for gemm, operands in GEMM_OPERANDS.items():
-            spec: GemmSpec = getattr(self, gemm)
-            check_operands(gemm, vars(spec))
             for operand in operands:
-                quant: QuantSpec | None = getattr(spec, operand)
-                if quant is not None and quant.scaling == "delayed" and spec.hadamard is not None:
-                    raise UserError(
-                        f"{gemm}.{operand} asks delayed scaling under a Hadamard transform, but no history "
-                        f"holds its amax: set {gemm}.{operand}.scaling=current or {gemm}.hadamard=null"
-                    )
+                quant: QuantSpec | None = getattr(getattr(self, gemm), operand)
                 if quant is not None and quant.source == "fprop":
                     self._check_source(gemm, operand)
         self.delayed_operands()  # raises if one tensor would need two histories
@@ -233,27 +109,26 @@ class Recipe:
         """The three GEMMs by name."""
         return {gemm: getattr(self, gemm) for gemm in GEMM_OPERANDS}
 
+    def specs(self) -> Iterator[tuple[str, GemmSpec]]:
+        """(GEMM, spec) of all that may run; of a recipe also those of its rules and phases."""
+        yield from self.gemms.items()
+
     @property
     def quantized(self) -> bool:
         """Whether any GEMM is quantized or transformed."""
-        return any(gemm.quantized for gemm in self.gemms.values())
+        return any(spec.quantized for _, spec in self.specs())
 
     @property
     def random(self) -> bool:
         """Whether any GEMM rounds stochastically or has a Hadamard transform with random signs."""
-        return any(gemm.random for gemm in self.gemms.values())
-
-    @property
-    def changes_training(self) -> bool:
-        """Whether optimizer state, gradients or the storage of weights differ from Megatron-core's."""
-        return self.optimizer.quantized or self.gradients.quantized or self.fp8_weights
+        return any(spec.random for _, spec in self.specs())
 
     def delayed_operands(self) -> dict[str, HistorySpec]:
-        """operand -> history key of tensors under delayed scaling; each tensor has one history."""
+        """operand -> history key of tensors under delayed scaling; each tensor has one history in all layers."""
         found: dict[str, HistorySpec] = {}
-        for gemm, operands in GEMM_OPERANDS.items():
-            for operand in operands:
-                quant: QuantSpec | None = getattr(getattr(self, gemm), operand)
+        for gemm, spec in self.specs():
+            for operand in GEMM_OPERANDS[gemm]:
+                quant: QuantSpec | None = getattr(spec, operand)
                 if quant is None or quant.scaling != "delayed":
                     continue
                 asked = HistorySpec(quant.history, quant.history_rule, quant.history_update)
@@ -263,3 +138,14 @@ class Recipe:
                         f"{tuple(asked)}; give both GEMMs the same history, history_rule and history_update"
                     )
         return found
+
+
+def _check_gemm(gemm: str, spec: GemmSpec) -> None:
+    check_operands(gemm, vars(spec))
+    for operand in GEMM_OPERANDS[gemm]:
+        quant: QuantSpec | None = getattr(spec, operand)
+        if quant is not None and quant.scaling == "delayed" and spec.hadamard is not None:
+            raise UserError(
+                f"{gemm}.{operand} asks delayed scaling under a Hadamard transform, but no history "
+                f"holds its amax: set {gemm}.{operand}.scaling=current or {gemm}.hadamard=null"
+            )

@@ -15,7 +15,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import atomic_write, read_json
 from megatron_lowprec.recipe.coverage import check_activations, check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.shipped import find
 from megatron_lowprec.sweep.spec import LABEL, ModelChoice, Options, RecipeChoice, Sweep, Variant, merge, options_of
 from megatron_lowprec.training.checkpoint.storage import TRACKER

@@ -7,10 +7,11 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
-from megatron_lowprec.recipe.schema import QuantSpec, Recipe
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import QuantSpec
 from megatron_lowprec.te.imports import import_te
 from megatron_lowprec.te.te_config import find_te_config
-from megatron_lowprec.te.translation import accumulation_fault, directions, kind_of, kinds_of, why_not
+from megatron_lowprec.te.translation import accumulation_fault, by_place_or_time, directions, kind_of, kinds_of, why_not
 
 _LINEARS = ("linear", "grouped_linear")
 
@@ -92,11 +93,10 @@ def why_no_factory(recipe: Recipe) -> str | None:
     Args:
         recipe: one that TransformerEngine has quantizers for.
     """
-    keep = recipe.keep_bf16
     if "delayed" in kinds_of(recipe):
         return "amax windows would advance once a layer, since Megatron-core enters an FP8 context for each layer"
-    if keep.names or keep.first_layers or keep.last_layers:
-        return "keep_bf16 needs the layer's number, which a quantizer factory does not see"
+    if (what := by_place_or_time(recipe)) is not None:
+        return f"{what}, which a quantizer factory does not see"
     return accumulation_fault(recipe)
 
 

@@ -11,13 +11,15 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
-from megatron_lowprec.recipe.schema import QuantSpec, Recipe
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import QuantSpec
 from megatron_lowprec.te.factory import QuantizerFactory, block_dim
 from megatron_lowprec.te.imports import import_te
 from megatron_lowprec.te.translation import (
     KINDS,
     Kind,
     builtin_kind,
+    by_place_or_time,
     directions,
     fp8_format,
     quantizes_backward,
@@ -46,11 +48,10 @@ def te_recipe(recipe: RecipeLike) -> Any:
         raise UserError(f"recipe {recipe.name} has no TransformerEngine recipe: {reason}")
     if not recipe.quantized:
         raise UserError(f"recipe {recipe.name} quantizes nothing: run without te.autocast, or with enabled=False")
-    keep = recipe.keep_bf16
-    if keep.names or keep.first_layers or keep.last_layers:
+    if (what := by_place_or_time(recipe)) is not None:
         raise UserError(
-            f"recipe {recipe.name} has keep_bf16, but a TransformerEngine recipe applies to all layers in its "
-            "te.autocast; take the recipe without keep_bf16 and call those layers under te.autocast(enabled=False)"
+            f"recipe {recipe.name}: {what}, but a TransformerEngine recipe applies to all layers in its te.autocast, "
+            "at all times; take the recipe without them and call each layer under the te.autocast that it needs"
         )
     classes = import_te("common.recipe")
     common = {"fp8_format": classes.Format[fp8_format(recipe).upper()], "backward_override": None}

@@ -11,9 +11,18 @@ from typing import Any, Literal
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.registry import get_recipe, recipes
-from megatron_lowprec.recipe.schema import QuantSpec, Recipe
-from megatron_lowprec.te.translation import Kind, builtin_kind, directions, fp8_format, quantizes_backward, why_not
+from megatron_lowprec.recipe.schema import QuantSpec
+from megatron_lowprec.te.translation import (
+    Kind,
+    bf16_ends,
+    builtin_kind,
+    directions,
+    fp8_format,
+    quantizes_backward,
+    why_not,
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,8 @@ def find_te_config(recipe: Recipe) -> TEConfig | None:
 
 
 def _fields(recipe: Recipe) -> TEConfig:
-    operand, keep = recipe.fprop.input, recipe.keep_bf16
+    operand, ends = recipe.fprop.input, bf16_ends(recipe)
+    assert ends is not None
     if operand is None:
         return TEConfig()
     kind = builtin_kind(recipe)
@@ -119,8 +129,8 @@ def _fields(recipe: Recipe) -> TEConfig:
         history_rule=operand.history_rule if delayed else "most_recent",
         margin=operand.margin,
         power_of_two=operand.power_of_two_scale,
-        first_layers=keep.first_layers,
-        last_layers=keep.last_layers,
+        first_layers=ends[0],
+        last_layers=ends[1],
     )
 
 
@@ -131,12 +141,12 @@ def _why_no_fields(recipe: Recipe) -> str | None:
         return f"in TransformerEngine, {reason}"
     if not recipe.quantized:
         return None
-    kind, keep = builtin_kind(recipe), recipe.keep_bf16
+    kind, ends = builtin_kind(recipe), bf16_ends(recipe)
     if kind is None or not quantizes_backward(recipe):
         return "Megatron-core's fields have one kind of scaling, for all tensors and all GEMMs"
-    if keep.names:
-        return "keep_bf16.names has no counterpart in Megatron-core's fields"
-    if kind == "delayed" and (keep.first_layers or keep.last_layers):
+    if ends is None:
+        return "Megatron-core's fields keep the first and last layers in bf16, and have no other rules and no phases"
+    if kind == "delayed" and any(ends):
         return "Megatron-core refuses layers in bf16 under delayed scaling"
     quants = {name: pair.rowwise for name, pair in directions(recipe).items() if pair.rowwise is not None}
     found = {name: (quant.granularity, quant.scale_rule, quant.amax_floor) for name, quant in quants.items()}

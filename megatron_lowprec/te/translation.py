@@ -19,7 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec, Recipe
+from megatron_lowprec.recipe.recipe import BF16, Recipe, Rule
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec
 
 TESTED_VERSION = "2.20.2"
 INSTALL = f"pip install --no-build-isolation 'transformer-engine[pytorch]=={TESTED_VERSION}'"
@@ -92,7 +93,7 @@ def quantizes_backward(recipe: Recipe) -> bool:
 def why_not(recipe: Recipe) -> str | None:
     """Reason why TransformerEngine has no quantizers that compute the recipe's GEMMs; None if it has.
 
-    ``keep_bf16`` is not considered: TransformerEngine's recipes say nothing about layers.
+    Rules and phases are not considered (``by_place_or_time``): TransformerEngine's recipes say nothing about layers.
     """
     if recipe.changes_training:
         return "it also quantizes optimizer state, gradients or weights, which are no part of a recipe there"
@@ -104,6 +105,21 @@ def why_not(recipe: Recipe) -> str | None:
     if found is None and builtin_kind(recipe) != "tensorwise":
         found = accumulation_fault(recipe)
     return found
+
+
+def by_place_or_time(recipe: Recipe) -> str | None:
+    """What of the recipe depends on the layer or the step, which no quantizer and no recipe class sees; None if not."""
+    if recipe.phases:
+        return "phases need the step of the training"
+    return "rules need the layer's number" if recipe.all_rules else None
+
+
+def bf16_ends(recipe: Recipe) -> tuple[int, int] | None:
+    """Transformer layers in bf16 at the beginning and at the end, if the recipe has no other rules and no phases."""
+    ends = [rule for rule in recipe.all_rules if rule == Rule.of(BF16, first=rule.first, last=rule.last)]
+    if recipe.phases or len(ends) < len(recipe.all_rules) or any(not (rule.first or rule.last) for rule in ends):
+        return None
+    return max((rule.first for rule in ends), default=0), max((rule.last for rule in ends), default=0)
 
 
 def builtin_kind(recipe: Recipe) -> Kind | None:

@@ -16,9 +16,10 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from megatron_lowprec.linear.capture_file import Capture
+from megatron_lowprec.recipe.layer_match import Progress
 from megatron_lowprec.training.calibrate import PASSES, calibrate
 from megatron_lowprec.training.checkpoint import random_state
-from megatron_lowprec.training.checkpoint.checkpoint import Progress
+from megatron_lowprec.training.checkpoint.checkpoint import Progress as TrainingProgress
 from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
@@ -46,7 +47,7 @@ class Run:
     device: torch.device
     trainer: Trainer
     data: Data
-    progress: Progress
+    progress: TrainingProgress
     log: RunLog
     stops: StopReasons
     checkpoints: CheckpointWriter
@@ -99,11 +100,11 @@ def _iterate(run: Run, profiler: Profiler, bad_steps: BadSteps) -> tuple[Stop | 
     saved_at, finite = progress.iteration, True
     update_num_microbatches(progress.consumed_samples)
     if run.uncalibrated and batches:
-        calibrate(run.trainer, lambda: _train_batches(run), config, progress.iteration, run.device)
-        run.log.say(f"delayed scaling: histories filled by {PASSES} passes over the next batch, without an update")
+        _calibrate(run)
     # Make up for an evaluation in which the previous run was interrupted.
     stop = run.stops.interrupted() or _evaluate_if_due(run)
     while progress.iteration < train_iters and stop is None:
+        _enter_phase(run)
         profiler.before(progress.iteration)
         row = _train_iteration(run, batches, bad_steps)
         profiler.after(progress.iteration)
@@ -118,6 +119,20 @@ def _iterate(run: Run, profiler: Profiler, bad_steps: BadSteps) -> tuple[Stop | 
     if saved_at != progress.iteration:
         finite = _save(run)
     return stop, finite
+
+
+def _enter_phase(run: Run) -> None:
+    """Enter the recipe's phase of the next iteration, as a run enters it that resumes under the phase's recipe."""
+    changed = run.trainer.enter_phase(run.progress.iteration)
+    if changed:
+        run.log.say(*changed)
+    if run.trainer.runtime.recipe.newly_delayed(Progress(run.progress.iteration, run.config.train_iters)):
+        _calibrate(run)
+
+
+def _calibrate(run: Run) -> None:
+    calibrate(run.trainer, lambda: _train_batches(run), run.config, run.progress.iteration, run.device)
+    run.log.say(f"delayed scaling: histories filled by {PASSES} passes over the next batch, without an update")
 
 
 def _train_batches(run: Run) -> list[Batches]:

@@ -26,7 +26,7 @@ from megatron_lowprec.mcore.optim.recipe_optimizer import build_optimizer, torch
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_recipe
 from megatron_lowprec.mcore.te.te_layers import TERuntime, accumulate_wgrad, check_support
 from megatron_lowprec.recipe.explain import describe_training_state
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.te.te_config import TEConfig, te_config
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
@@ -57,6 +57,15 @@ class Trainer(Model):
     graphs: LayerGraphs | None = None
     gradient_factor: GradientFactor | None = None
     loss_tokens: LossTokens | None = None
+
+    def enter_phase(self, iteration: int) -> list[str]:
+        """``RecipeRuntime.enter_phase``; CUDA graphs are captured anew behind the next step."""
+        if not isinstance(self.runtime, RecipeRuntime):
+            return []
+        changed = self.runtime.enter_phase(iteration)
+        if changed and self.graphs is not None:
+            self.graphs.recapture()
+        return changed
 
 
 def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size: int) -> Trainer:
@@ -112,6 +121,7 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
         rerun_in_bf16=config.rerun_in_bf16,
         fp8_gather=config.fp8_sequence_parallel_gather,
         fp8_dispatch=config.moe_fp8_dispatch,
+        total_steps=config.train_iters,
         recompute_gelu=config.recompute_gelu,
     )
 

@@ -17,7 +17,7 @@ from megatron_lowprec.recipe.coverage import (
     keeps_all,
 )
 from megatron_lowprec.recipe.parsing import load_recipe
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.checkpoint.save_lock import SaveLock
 from megatron_lowprec.training.config import te_checks
 from megatron_lowprec.training.config.arguments import parse
@@ -79,7 +79,7 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     check_capture(config)
     check_counterfactuals(config)
     if keeps_all(recipe, linear_sites(config), require(config.num_layers)):
-        notes.append(f"recipe {recipe.name} quantizes nothing in this model: keep_bf16 leaves all of its layers out")
+        notes.append(f"recipe {recipe.name} quantizes nothing in this model: its rules leave all layers out")
     if (config.fp8_param_gather or recipe.fp8_weights) and config.transformer_impl == "local":
         check_primary_weights(recipe)
     config, more = resolve_recipe(config, recipe)
@@ -137,6 +137,7 @@ def _explanation(config: Config, recipe: Recipe) -> str:
         tensor_ranks=tensor_ranks(config),
         dtype="bfloat16" if config.bf16 else "float32",
         emulate=config.emulate,
+        train_iters=config.train_iters,
     )
 
 
@@ -218,6 +219,8 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
         progress, uncalibrated = loaded.progress, loaded.uncalibrated
         begun = f"continuing from {plan.found.folder} at iteration {progress.iteration}"
         notes += [f"weights of {plan.found.folder}" if config.finetune else begun, *loaded.notes]
+    # that of the last completed step, whose evaluation may be due; the loop enters the next step's
+    trainer.enter_phase(max(progress.iteration - 1, 0))
     if ranks.rank == 0:
         notes += keep_older_run(paths, config)
     run_on_all_ranks(lock.acquire)  # moving an older run's folder has moved the file with it

@@ -23,6 +23,7 @@ from megatron_lowprec.mcore.optim.optimizer_step import optimizer_step
 from megatron_lowprec.mcore.optim.state_stats import state_stats
 from megatron_lowprec.mcore.pending_numbers import PendingNumbers
 from megatron_lowprec.quantization.error_stats import QuantizationError
+from megatron_lowprec.recipe.layer_match import Progress
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.batches import Batches
 from megatron_lowprec.training.model import Runtime, Trainer, gathered
@@ -60,7 +61,8 @@ def train_step(
     interval = config.log_quantization_interval
     probe = None
     if interval is not None and (iteration + 1) % interval == 0:
-        probe = OperandProbe(trainer.chunks, config.seed, counterfactual_recipes(config))
+        now = Progress(iteration, config.train_iters)
+        probe = OperandProbe(trainer.chunks, config.seed, [each.during(now) for each in counterfactual_recipes(config)])
     captures = iteration + 1 in config.capture_step
     capture = OperandCapture(trainer.chunks, config.capture_layers, config.seed) if captures else None
     restore_biases = keep_expert_biases(trainer.chunks) if trainer.config.moe_router_enable_expert_bias else None

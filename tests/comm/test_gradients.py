@@ -18,8 +18,8 @@ from megatron_lowprec.comm.gradients import Bounds, GradientFactor, GradientSum,
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.multi_tensor_cast.reference import fp8_codes
 from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale, round_to_format
+from megatron_lowprec.recipe.recipe import GradientSpec
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.recipe.schema import GradientSpec
 from tests.launch import forks
 from tests.waiting import PATIENCE
 

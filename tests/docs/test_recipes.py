@@ -19,15 +19,8 @@ from megatron_lowprec.recipe.activation_spec import ActivationSpec
 from megatron_lowprec.recipe.coverage import LinearSite, check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.quant_spec import ScaleSpec, TensorScaleSpec
-from megatron_lowprec.recipe.schema import (
-    GemmSpec,
-    GradientSpec,
-    HadamardSpec,
-    KeepBf16,
-    OptimizerSpec,
-    QuantSpec,
-    Recipe,
-)
+from megatron_lowprec.recipe.recipe import GradientSpec, KeepBf16, OptimizerSpec, Recipe
+from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, QuantSpec
 from megatron_lowprec.scaling import CODED_SCALE_FORMATS, SCALE_FORMATS, SCALE_RULES
 from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.sweep import spec as sweep

@@ -15,7 +15,7 @@ from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.parsing import load_recipe
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 
 
 def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

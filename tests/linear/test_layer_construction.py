@@ -46,7 +46,8 @@ def test_layers_that_a_recipe_keeps_in_bf16() -> None:
 
 def test_last_layers_need_the_number_of_layers() -> None:
     with pytest.raises(
-        UserError, match=r"fp8_current_bf16_ends keeps the last 1 layers in bf16: pass num_layers=\.\.\."
+        UserError,
+        match=r"bf16_ends has a rule that counts layers from the last one: pass num_layers=\.\.\.",
     ):
         LowPrecLinear(64, 64, recipe="fp8_current_bf16_ends")
     with pytest.raises(UserError, match="layer=5 of num_layers=4"):

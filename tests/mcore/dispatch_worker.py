@@ -23,7 +23,8 @@ from megatron_lowprec.linear.emulated_gemms import EmulatedGemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.recipe.fp8_dispatch import dispatched_bytes
-from megatron_lowprec.recipe.schema import GemmSpec, QuantSpec, Recipe
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import GemmSpec, QuantSpec
 from tests.checks import run_checks
 from tests.mcore.recomputation import bounded_recomputation
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from megatron_lowprec import UserError, get_recipe
 from megatron_lowprec.recipe.coverage import LinearSite
-from megatron_lowprec.recipe.schema import QuantSpec, Recipe
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import QuantSpec
 from megatron_lowprec.training.memory.transfers import layer_transfers
 from tests.checks import run_checks
 from tests.kernels.interpreted import remove_interpreter_overhead

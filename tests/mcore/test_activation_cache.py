@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from megatron_lowprec import QuantSpec, UserError, get_recipe, quantize
 from megatron_lowprec.recipe.activation_spec import ActivationSpec
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from tests.mcore.one_process import one_process
 from tests.mcore.test_grouped_mlp import FFN, HIDDEN, TOKENS, bound, experts_of, two_steps
 from tests.mcore.test_spec import config_of

@@ -14,11 +14,12 @@ from megatron_lowprec.mcore.fusion import GradOutputChannel, attach_metadata, at
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
-from megatron_lowprec.recipe.coverage import without_gemms
+from megatron_lowprec.recipe.layer_match import Layer
 
 
 def linear_gemms_of(recipe: str, *plain: str) -> LinearGemms:
-    return LinearGemms(without_gemms(get_recipe(recipe), frozenset(plain)), LinearId(1, "x"), 0, AmaxHistory)
+    used = get_recipe(recipe).in_bf16([f"layers.1.x.{gemm}" for gemm in plain]).at(Layer(1, "x", 1))
+    return LinearGemms(used, LinearId(1, "x"), 0, AmaxHistory)
 
 
 def channel() -> GradOutputChannel:

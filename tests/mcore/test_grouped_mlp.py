@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_lowprec import get_recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.registry import recipes
-from megatron_lowprec.recipe.schema import Recipe
 from tests.mcore.one_process import one_process
 from tests.mcore.test_spec import config_of
 

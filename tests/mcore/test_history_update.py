@@ -14,7 +14,8 @@ from megatron_lowprec import KeepBf16, get_recipe
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import with_current_scales
 from megatron_lowprec.recipe.parsing import load_recipe
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, HistorySpec, Recipe
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, HistorySpec
 from tests.mcore.one_process import one_process
 from tests.mcore.test_rng_step import build
 

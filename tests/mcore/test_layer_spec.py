@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lowprec import UserError, get_recipe, specs
+from megatron_lowprec import UserError, get_recipe, load_recipe, specs
 from tests.mcore.one_process import one_process
 from tests.mcore.recomputation import bounded_recomputation
 
@@ -66,10 +66,10 @@ def test_a_flag_behind_the_recipe_s_name() -> None:
         gpt(getattr(specs, "mxfp8 --moe-fp8-dispatch"), **experts)
 
 
-def tracked(recipe: str, **options: Any) -> Any:
+def tracked(recipe: str, *overrides: str, **options: Any) -> Any:
     from megatron_lowprec.mcore.layer_spec import layer_spec
 
-    return gpt(layer_spec(get_recipe(recipe), seed=SEED), **options)
+    return gpt(layer_spec(load_recipe(recipe, overrides), seed=SEED), **options)
 
 
 class Loop:
@@ -137,12 +137,13 @@ def test_a_gradient_to_differentiate_is_refused() -> None:
         torch.autograd.grad(loop.loss(0), weight, create_graph=True)
 
 
-def explicit(recipe: str, **options: Any) -> Loop:
+def explicit(recipe: str, *overrides: str, **options: Any) -> Loop:
     from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
     from megatron_lowprec.mcore.runtime import bind_recipe
 
     model = gpt(gpt_block_spec(config_of(**options)), **options)
-    calls = bind_recipe([model], get_recipe(recipe), num_layers=LAYERS, seed=SEED, accumulate_wgrad=False)
+    chosen = load_recipe(recipe, overrides)
+    calls = bind_recipe([model], chosen, num_layers=LAYERS, seed=SEED, accumulate_wgrad=False)
     return Loop(model, calls)
 
 
@@ -170,6 +171,28 @@ def test_microbatches_and_steps_are_followed_without_calls(recipe: str, indexed:
     for _ in range(STEPS):
         loop.run(indexed=indexed)
     assert_same(loop, expected(recipe))
+
+
+def test_phases_are_followed_without_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    rules = "rules: [{first: 1, gemms: mxfp8}, {layers: [layers.2.mlp.linear_fc3], gemms: bf16}]"
+    given = "fp8_delayed", f"phases=[{{from_step: 1, dgrad: fp8_current, {rules}}}]"
+    loop, by_calls = Loop(tracked(*given)), explicit(*given)
+    for _ in range(2):
+        loop.run()
+        by_calls.run()
+    assert_same(loop, (by_calls.losses, by_calls.state()))
+    first, last = (layer.mlp.linear_fc1.bound_gemms.recipe.gemms for layer in loop.model.decoder.layers)
+    delayed, current = get_recipe("fp8_delayed").gemms, get_recipe("fp8_current").gemms
+    assert (first, last) == (get_recipe("mxfp8").gemms, delayed | {"dgrad": current["dgrad"]})
+    printed = capsys.readouterr().out
+    assert printed.count("phases of the recipe: 1 from iteration 2; in force: ") == 2
+    unmatched = "a rule has 'layers.2.mlp.linear_fc3', which matches no linear layer; layers are named like "
+    assert printed.count(f"{unmatched}layers.2.mlp.linear_fc2\n") == 1
+
+
+def test_a_fraction_of_a_run_needs_its_length() -> None:
+    with pytest.raises(UserError, match=r"from_fraction 0\.5 of a run whose number of steps is unknown: .*total_steps"):
+        tracked("mxfp8", "phases=[{from_fraction: 0.5, fprop: bf16}]")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -377,7 +400,8 @@ def test_a_layer_spec_takes_the_name_of_a_recipe() -> None:
     from megatron_lowprec import layer_spec
 
     layers = gpt(layer_spec("mxfp8", seed=SEED)).decoder.layers
-    assert {layer.mlp.linear_fc1.bound_gemms.recipe for layer in layers} == {get_recipe("mxfp8")}
+    gemms = get_recipe("mxfp8").gemms
+    assert [layer.mlp.linear_fc1.bound_gemms.recipe.gemms for layer in layers] == [gemms] * LAYERS
     for other in (None, 7, get_recipe("mxfp8").fprop):
         with pytest.raises(UserError, match="as recipe: give a Recipe, the name of one, or a YAML file"):
             layer_spec(other)  # type: ignore[arg-type]

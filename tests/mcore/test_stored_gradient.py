@@ -17,8 +17,8 @@ from megatron_lowprec.comm.gradients import GradientFactor, GradientSum
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.optim.recipe_optimizer import build_optimizer
 from megatron_lowprec.mcore.optim.stored_gradient import StoredGradient, has_finite_gradient, writable_main_grad
+from megatron_lowprec.recipe.recipe import GradientSpec
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.recipe.schema import GradientSpec
 
 ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a group of one rank
 VALUES = torch.tensor([[1.0, -0.5], [0.25, 448.0]])  # exact in E4M3

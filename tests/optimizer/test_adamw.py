@@ -10,8 +10,8 @@ from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.kernels.scaled_adam import reference
 from megatron_lowprec.kernels.scaled_adam.reference import Stream, encode_scale
 from megatron_lowprec.optimizer.adamw import Place, ScaledAdamW
+from megatron_lowprec.recipe.recipe import OptimizerSpec
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.recipe.schema import OptimizerSpec
 
 FP8_LM = get_recipe("fp8_lm").optimizer
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

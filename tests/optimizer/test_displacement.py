@@ -12,8 +12,8 @@ import torch
 
 from megatron_lowprec.kernels.scaled_adam.reference import Stream
 from megatron_lowprec.optimizer.adamw import Place, ScaledAdamW
+from megatron_lowprec.recipe.recipe import OptimizerSpec
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.recipe.schema import OptimizerSpec
 
 STEPS = 500
 LEARNING_RATES = (1e-5, 1e-4, 1e-3)

@@ -13,15 +13,13 @@ from megatron_lowprec.recipe.coverage import (
     check_fp8_gather,
     check_primary_weights,
     check_sizes,
-    gemms_in_bf16,
     keeps_all,
-    kept_in_bf16,
-    numbering_notes,
     primary_weight_spec,
-    unmatched_names,
+    unmatched_globs,
     why_not_gathered,
 )
 from megatron_lowprec.recipe.explain import explain
+from megatron_lowprec.recipe.layer_match import Layer, numbering_notes
 from megatron_lowprec.recipe.native_support import (
     check_accumulator,
     execution,
@@ -49,7 +47,7 @@ def sites_of(layers: int, hidden: int = 512, ffn: int = 2048) -> list[LinearSite
 
 def kept(keep: KeepBf16, layers: int = 4) -> list[str]:
     recipe = replace(get_recipe("mxfp8"), keep_bf16=keep)
-    return [s.path for s in sites_of(layers) if kept_in_bf16(recipe, s.layer_number, s.name, layers)]
+    return [s.path for s in sites_of(layers) if not recipe.at(s.layer(layers)).quantized]
 
 
 def test_nothing_is_kept_by_default() -> None:
@@ -89,7 +87,7 @@ def test_a_glob_of_layer_1_is_not_one_of_layer_10() -> None:
 
 def test_a_glob_without_effect_is_refused() -> None:
     recipe = replace(get_recipe("mxfp8"), keep_bf16=KeepBf16(names=("layers.1.*", "layers.9.*")))
-    assert unmatched_names(recipe, sites_of(4)) == ["layers.9.*"]
+    assert [glob for glob, _ in unmatched_globs(recipe, [site.layer(4) for site in sites_of(4)])] == ["layers.9.*"]
     with pytest.raises(
         UserError, match=r"'layers\.9\.\*', which matches no linear layer; layers are named like layers\.1"
     ):
@@ -118,8 +116,14 @@ def test_a_glob_that_means_another_layer_to_megatron_is_named(glob: str, number:
 
 
 def test_gemms_of_a_layer_by_megatron_s_name() -> None:
-    assert gemms_in_bf16(["decoder.layers.0.mlp.linear_fc1.dgrad"], 1, "mlp.linear_fc1") == {"dgrad"}
-    assert gemms_in_bf16(["decoder.layers.0.mlp.linear_fc1.dgrad"], 2, "mlp.linear_fc1") == frozenset()
+    recipe = get_recipe("mxfp8").in_bf16(["decoder.layers.0.mlp.linear_fc1.dgrad"])
+    plain = [
+        (layer, name)
+        for layer in (1, 2)
+        for name, gemm in recipe.at(Layer(layer, "mlp.linear_fc1", 2)).gemms.items()
+        if not gemm.quantized
+    ]
+    assert plain == [(1, "dgrad")]
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -243,7 +247,7 @@ def test_explanation_has_every_layer_gemm_and_operand(name: str) -> None:
         here = [s for s in sites if s.name == linear and s.layer_number in numbers]
         assert {f"{s.in_features} -> {s.out_features}" for s in here} == {sizes}
         covered |= {(s.layer_number, s.name) for s in here}
-        is_kept = {not recipe.quantized or kept_in_bf16(recipe, s.layer_number, s.name, 4) for s in here}
+        is_kept = {not recipe.at(s.layer(4)).quantized for s in here}
         assert is_kept == {"kept in the compute dtype" in line}
         if is_kept == {True}:
             continue

@@ -6,8 +6,9 @@ import pytest
 
 from megatron_lowprec import UserError, get_recipe
 from megatron_lowprec.recipe.fp8_dispatch import check_fp8_dispatch, dispatched_bytes, why_not_dispatched
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.registry import FP8_1X128, FP8_ROW, MXFP4, MXFP8, recipes
-from megatron_lowprec.recipe.schema import HadamardSpec, Recipe
+from megatron_lowprec.recipe.schema import HadamardSpec
 
 DISPATCHED = {"fp8_blockwise", "fp8_rowwise", "deepseek_v3", "deepseek_v32"} | {
     name for name in recipes() if name.startswith("mxfp8")

@@ -122,7 +122,7 @@ def test_an_operand_can_be_added_and_removed() -> None:
             "recipe mxfp4_rht_sr does not quantize fprop.input: give --recipe a recipe that does, or override "
             "fprop.input.granularity as well",
         ),
-        ("base=mxfp8", "the recipe has no field 'base': did you mean name"),
+        ("base=mxfp8", "the recipe has no field 'base': did you mean"),
         ("dgrad.input={format: e4m3, granularity: row}", "dgrad.input must be left out"),
         ("dgrad.weight.scaling=delayed", "scaling delayed was asked with granularity 1x32"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from megatron_lowprec import GemmSpec, HadamardSpec, KeepBf16, QuantSpec, Recipe, UserError
 from megatron_lowprec.formats import ELEMENT_FORMATS
 from megatron_lowprec.recipe.quant_spec import FIXED_SIGNS, ScaleSpec, TensorScaleSpec
-from megatron_lowprec.recipe.schema import OptimizerSpec
+from megatron_lowprec.recipe.recipe import OptimizerSpec
 from megatron_lowprec.scaling import SCALE_FORMATS, scale_rules
 
 FP8 = QuantSpec("e4m3", granularity="tensor")

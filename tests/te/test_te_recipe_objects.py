@@ -67,7 +67,7 @@ OBJECTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 REFUSED = {
     "bf16": "quantizes nothing",
-    "fp8_current_bf16_ends": "has keep_bf16",
+    "fp8_current_bf16_ends": "rules need the layer's number",
     "fp8_rowwise": "fprop.input.granularity is row",
     "fp8_rowwise_gw_hp": "fprop.input.granularity is row",
     "mxfp8_ocp": "fprop.input.scale_rule is floor",
@@ -179,7 +179,7 @@ REASONS = [
     ("fp8_current", ["wgrad.grad_output.rounding=stochastic"], "rounding stochastic"),
     ("fp8_current", ["wgrad.hadamard={}"], "wgrad has a Hadamard transform"),
     ("mxfp8", operands_of("weight", "granularity=1x64"), "weight.granularity is 1x64"),
-    ("fp8_current", ["keep_bf16.names=['*.linear_fc1']"], "has keep_bf16"),
+    ("fp8_current", ["keep_bf16.names=['*.linear_fc1']"], "rules need the layer's number"),
 ]
 
 

@@ -27,6 +27,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "claims": ("report.claims",),
     "sweep": ("sweep.spec",),
     "recipe overrides": (),
+    "precision by module": ("te.precision_file",),
     "published results": ("report.published.ladder",),
     "wikitext": (),
     "report": ("report.curve", "report.operands", "report.runs", "training.config.run_config"),

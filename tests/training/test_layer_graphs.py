@@ -180,6 +180,7 @@ KEYS = (
     *("grad-norm", "params-norm", "skipped iterations"),
 )
 
+PHASES: dict[str, Any] = {"recipe": "fp8_delayed", "recipe_override": "phases=[{from_step: 2, fprop: bf16}]"}
 Digest = Callable[[], str]
 
 
@@ -440,6 +441,16 @@ def test_a_run_continues_with_and_without(drive: Drive, digest: Digest, recorder
     assert [len(recorder.replayed) for recorder in recorders] == [2 * 12, 2 * 12]
 
 
+def test_layers_are_captured_anew_for_a_phase(drive: Drive, digest: Digest, recorders: list[RerunRecorder]) -> None:
+    """Behind its first step, which runs eagerly."""
+    options = SMALL | PHASES | {"global_batch_size": 2}
+    drive(argv(save="plain", **options))
+    plain = digest()
+    drive(argv(save="recorded", **GRAPHS | options))
+    assert (digest(), history("recorded")) == (plain, history("plain"))
+    assert [recorder.replayed for recorder in recorders] == [[*range(6)], [*range(6)] * 2]
+
+
 def test_a_difference_of_two_runs_is_named(tmp_path: Path) -> None:
     for name, last in (("one", "0x1.8p+1"), ("same", "0x1.8p+1"), ("other", "0x1.9p+1")):
         (tmp_path / name).mkdir()
@@ -494,6 +505,7 @@ RECIPES = ["bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp4_rht_sr"
 GPU_CASES: dict[str, dict[str, Any]] = {
     **{recipe: {"recipe": recipe} for recipe in RECIPES},
     **{name: case for name, case in CASES.items() if name not in RECIPES},
+    "phases": PHASES,
     "recomputed GELU": {"recipe": "fp8_delayed", "recompute_gelu": True},
     "without dropout": {"recipe": "fp8_current", "hidden_dropout": 0.0, "attention_dropout": 0.0},
 }

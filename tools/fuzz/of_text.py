@@ -25,6 +25,14 @@ resources: {gpus_per_job: 1, jobs_at_once: 2}
 slurm: {time: "04:00:00", comment: two words}
 sizes: {small: {seeds: [1]}}
 """
+_PRECISION = """\
+configs:
+  plain: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {}}
+  mxfp8: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {fp8_quantization_recipe: mxfp8}}
+matchers:
+  one: {config: plain, type: glob, pattern: "*.linear_qkv", enabled: true}
+  two: {config: mxfp8, type: glob, pattern: "*fc1*", enabled: true}
+"""
 
 
 def of_text() -> list[FuzzedReader]:
@@ -76,6 +84,12 @@ def of_text() -> list[FuzzedReader]:
 
         load_recipe("mxfp4_rht_sr", Path("f.txt").read_text(encoding="utf-8", errors="surrogateescape").splitlines())
 
+    def precision() -> None:
+        from megatron_lowprec.recipe.parsing import load_recipe
+        from megatron_lowprec.training.config.fp8_flags import translate_fp8_flags
+
+        load_recipe("fp8_current", translate_fp8_flags({"te_precision_config_file": "f.yaml"}, "fp8_current"))
+
     def published() -> None:
         from megatron_lowprec.report.published.ladder import read_ladder
 
@@ -107,6 +121,7 @@ def of_text() -> list[FuzzedReader]:
             partial(write, {"f.txt": "dgrad.hadamard.block=128\nfprop=null\n"}),
             overrides,
         ),
+        FuzzedReader("precision by module", ("f.yaml",), partial(write, {"f.yaml": _PRECISION}), precision),
         FuzzedReader("published results", ("f.csv",), partial(write, {"f.csv": "".join(table[:30])}), published),
         FuzzedReader("wikitext", ("f.txt.xz",), partial(write, {"f.txt.xz": lzma.compress(text.encode())}), wikitext),
     ]

@@ -19,10 +19,10 @@ from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
-from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.amax_history import AmaxHistory, add_tensors
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import block_sizes
-from megatron_lowprec.recipe.schema import HistorySpec, Recipe
+from megatron_lowprec.recipe.schema import HistorySpec
 from tools.layout_parity.setup import Setup
 
 _TOKENS = 128
@@ -129,15 +129,14 @@ def _layers(setup: Setup) -> Iterator[_Layer]:
             out_features *= share
         elif place.split == "I":
             in_features *= share
-        recipe: Recipe = mine.recipe  # the layer's: the run's recipe, or bf16 for layers kept in bf16
         alone = LinearId(place.layer, place.name, place.expert, place.data_parallel_rank)
-        stored = setup.trainer.runtime.recipe
         device = setup.device
 
         def history_of(remembered: HistorySpec, device: torch.device = device) -> AmaxHistory:
             return AmaxHistory(remembered, device)
 
-        twin = LinearGemms(recipe, alone, seed, history_of, stores_histories_of=stored, emulate=config.emulate)
+        histories = add_tensors(setup.trainer.runtime.recipe.delayed_operands(), history_of)
+        twin = LinearGemms(mine.recipe, alone, seed, history_of, histories=histories, emulate=config.emulate)
         name = f"{place.layer} {place.name} {place.expert}"
         shapes = {
             "input": (_TOKENS, in_features),

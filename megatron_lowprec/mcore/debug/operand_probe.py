@@ -25,8 +25,9 @@ from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.quantization.error_stats import COUNTS, QuantizationError, error_stats
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
-from megatron_lowprec.recipe.coverage import kept_in_bf16
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
+from megatron_lowprec.recipe.layer_match import Layer
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
 _PLACES = [(gemm, operand) for gemm, operands in GEMM_OPERANDS.items() for operand in (*operands, "output")]
 _ORDER = {place: number for number, place in enumerate(_PLACES)}
@@ -62,7 +63,7 @@ class OperandProbe:
     Args:
         chunks: this rank's model chunks.
         seed: the run's seed, from which rows of outputs are chosen.
-        also: recipes without delayed scaling, whose quantizers are applied to the same tensors.
+        also: recipes without delayed scaling and phases, whose quantizers are applied to the same tensors.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], seed: int, also: Sequence[Recipe] = ()) -> None:
@@ -110,8 +111,9 @@ class OperandProbe:
         """GEMMs of the layer under the other recipes that quantize it, with backends chosen as for training."""
         linear_id, found = inner.linear_id, []
         for recipe in self._also:
-            if not kept_in_bf16(recipe, linear_id.layer, linear_id.name, module.config.num_layers):
-                found.append(inner.under(recipe))
+            linear = recipe.at(Layer(linear_id.layer, linear_id.name, module.config.num_layers))
+            if linear.quantized:
+                found.append(inner.under(linear))
                 found[-1].choose_products(module.weight)
         return found
 

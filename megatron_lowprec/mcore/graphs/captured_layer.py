@@ -131,10 +131,15 @@ class CapturedLayer:
         ]
         self.owners = list(dict.fromkeys(part for part, _ in self._places))
         self.weights: list[Any] = [part._parameters[name] for part, name in self._places]
-        self.linear_gemms = [part.bound_gemms for part in module.modules() if isinstance(part, LowPrecLinearMixin)]
         self.call: Call
-        self.passes: dict[bool, Pass] = {}
         self.dummies: list[torch.Tensor] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Free the captured passes, and take the GEMMs to which the linears are bound now."""
+        self.passes: dict[bool, Pass] = {}
+        linears = (part for part in self.module.modules() if isinstance(part, LowPrecLinearMixin))
+        self.linear_gemms = [linear.bound_gemms for linear in linears]
 
     @contextlib.contextmanager
     def own_leaves(self) -> Iterator[list[nn.Parameter]]:

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.capture import why_not_captured
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 
 _CHOOSE = "leave one of the two out"
 

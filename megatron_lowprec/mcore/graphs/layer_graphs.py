@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.graphs.captured_layer import Call, CapturedLayer, CaptureError, Pass, Replay
 from megatron_lowprec.mcore.graphs.graph_recorder import CudaRecorder, Recorder
 from megatron_lowprec.mcore.layers.parallel_linear import await_weights
@@ -63,7 +64,6 @@ class LayerGraphs:
     def __init__(self, model: nn.Module, recorder: Callable[[], Recorder] = CudaRecorder) -> None:
         self.say: Callable[[str], object] = lambda line: None
         self._layers = [CapturedLayer(module) for module in model.modules() if isinstance(module, TransformerLayer)]
-        self._linear_gemms = [linear_gemms for layer in self._layers for linear_gemms in layer.linear_gemms]
         self._make_recorder = recorder
         self._inside = self._later = False
         # kinds of microbatches: whether they are not the first of their step
@@ -117,6 +117,19 @@ class LayerGraphs:
     def peak_bytes(self) -> int:
         """Most bytes allocated at once so far, including those that graphs hold."""
         return max(self._eager_peak, torch.cuda.max_memory_allocated() + self.held_bytes)
+
+    def recapture(self) -> None:
+        """Free the graphs, since the layers were bound to other GEMMs; call it before a step, which runs eagerly."""
+        if self._captured:
+            self._eager_peak, self.held_bytes = self.peak_bytes(), 0
+        for layer in self._layers:
+            layer.reset()
+        self._ran, self._captured, self._ends = set(), frozenset(), ()
+        self._cached_weights.clear()
+
+    @property
+    def _linear_gemms(self) -> list[LinearGemms]:
+        return [linear_gemms for layer in self._layers for linear_gemms in layer.linear_gemms]
 
     def drop(self) -> None:
         """Restore the layers and free the graphs; call it before NCCL shuts down, since graphs may hold collectives."""

@@ -3,10 +3,11 @@ parallelism.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_lowprec.errors import UserError
@@ -16,11 +17,9 @@ from megatron_lowprec.kernels.layernorm.reference import Normalized
 from megatron_lowprec.linear.layer_tensors import CastFusion
 from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.fusion import attach_metadata, attach_residual, placeholder_like
+from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.tensor import QuantizedTensor
-
-if TYPE_CHECKING:
-    from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 
 
 @once_differentiable("a fused norm")
@@ -71,7 +70,7 @@ class Consumer:
     Not a module, so that the layer's weights do not become the norm's.
     """
 
-    def __init__(self, layer: "LowPrecLinearMixin") -> None:
+    def __init__(self, layer: LowPrecLinearMixin) -> None:
         self.layer = layer
 
     def supported_fusion(self, x: torch.Tensor) -> CastFusion:
@@ -153,3 +152,19 @@ class Norm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm.to(config.params_dtype)
+
+
+def link_norms(layer: TransformerLayer) -> None:
+    """Link each norm to the linear layer that is the only consumer of its output, if there is one."""
+    # recomputation reads the norm's output from the saved tensors, without attached metadata
+    behind = (
+        (layer.input_layernorm, layer.self_attention, "linear_qkv", layer.recompute_input_layernorm),
+        (layer.pre_mlp_layernorm, layer.mlp, "linear_fc1", layer.recompute_pre_mlp_layernorm or layer.recompute_mlp),
+    )
+    for norm, part, name, run_again in behind:
+        linear = getattr(part, name, None)
+        if isinstance(linear, LowPrecLinearMixin) and isinstance(norm, LayerNorm | RMSNorm):
+            # sequence parallelism gathers first, unless it gathers codes; the amax of a shard is no amax of the whole
+            whole = not linear.config.sequence_parallel or linear.bound_gemms.gathers == "input"
+            alone = not run_again and whole
+            norm.consumer = Consumer(linear) if alone else None

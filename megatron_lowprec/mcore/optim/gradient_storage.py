@@ -33,7 +33,7 @@ from megatron_lowprec.mcore.optim.bucket_layout import (
 )
 from megatron_lowprec.mcore.optim.stored_gradient import StoredGradient
 from megatron_lowprec.mcore.patches import bind
-from megatron_lowprec.recipe.schema import GradientSpec
+from megatron_lowprec.recipe.recipe import GradientSpec
 
 
 class _StoredBucket(NamedTuple):

@@ -23,7 +23,7 @@ from megatron_lowprec.mcore.optim.bucket_layout import (
     tensor_bounds,
 )
 from megatron_lowprec.mcore.patches import bind
-from megatron_lowprec.recipe.schema import GradientSpec
+from megatron_lowprec.recipe.recipe import GradientSpec
 
 
 def sum_gradients_in(chunks: Sequence[DistributedDataParallel], spec: GradientSpec, factor: GradientFactor) -> None:

@@ -36,7 +36,7 @@ from megatron_lowprec.mcore.patches import bind
 from megatron_lowprec.optimizer.adamw import Place, ScaledAdamW
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import optimizer_key
-from megatron_lowprec.recipe.schema import OptimizerSpec
+from megatron_lowprec.recipe.recipe import OptimizerSpec
 
 _EXPERT = re.compile(r"\.local_experts\.(\d+)")
 

@@ -8,7 +8,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_lowprec.comm.gradients import GradientFactor
 from megatron_lowprec.mcore.optim.scaled_adam import scaled_adams
-from megatron_lowprec.recipe.schema import OptimizerSpec
+from megatron_lowprec.recipe.recipe import OptimizerSpec
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import nn
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.rng_step import set_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 
 EXTRA_STATE = "_extra_state"
 """Suffix of the state-dict keys of TransformerEngine's extra state: amax histories, as pickled bytes."""

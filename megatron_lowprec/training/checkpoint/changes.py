@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import same_numerics
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.checkpoint.resume import Saved, differing, earlier_values
 from megatron_lowprec.training.config.no_effect import NO_EFFECT
 from megatron_lowprec.training.config.options import Config

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.layer_match import Progress
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_from_dict
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.checkpoint import storage
 from megatron_lowprec.training.checkpoint.resume import CONFIG, Saved, find_checkpoint, read
 from megatron_lowprec.training.checkpoint.safe_load import Damaged
@@ -92,8 +93,10 @@ def model_options(found: Saved) -> Config:
 def reopen(found: Saved, world_size: int, gpus: bool, recipe: str | None = None, **layout: Any) -> Reopened:
     """The checkpoint's model for ``world_size`` processes; ``layout`` sets options such as parallel sizes.
 
-    ``recipe`` is a name or a file; by default the checkpoint's own.
+    ``recipe`` is a name or a file; by default the checkpoint's own. Its phase is that of the last completed step.
     """
     config = resolve_run(replace(model_options(found), **layout), world_size, gpus)
     chosen = load_recipe(recipe, []) if recipe is not None else recipe_from_dict(found.content["recipe"])
+    total = found.content["options"].get("train_iters")
+    chosen = chosen.during(Progress(max(found.progress["iteration"] - 1, 0), total))
     return Reopened(found, config, chosen, found.content["padded_vocab_size"])

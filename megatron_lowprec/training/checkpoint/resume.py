@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import overridden, recipe_from_dict, recipe_to_dict, same_numerics
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.checkpoint import checksums, safe_load, storage
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import same_folder

@@ -160,7 +160,7 @@ def parse(argv: Sequence[str]) -> tuple[Config, frozenset[str], list[str]]:
         given["recipe_override"] = [*(from_yaml.get("recipe_override") or []), *given.get("recipe_override", [])]
     values = {**without_rivals(from_yaml, given), **given}
     fp8 = {name: values.pop(name) for name in FP8_FLAGS if name in values}
-    overrides = translate_fp8_flags(fp8)
+    overrides = translate_fp8_flags(fp8, values.get("recipe", Config.recipe))
     values["recipe_override"] = [*overrides, *values.get("recipe_override", [])]
     config = Config(**values)
     for name, answer in asked.idle.items():

@@ -1,11 +1,15 @@
-"""Megatron's FP8 flags: flags that keep layers in bf16 are translated, the others name the recipe's field."""
+"""Megatron's FP8 flags: flags of single layers are translated, the others name the recipe's field."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.te.precision_file import rules_of_precision_file
 
 # Name -> whether it is a switch. Not in Config: a run's precision is described by its recipe only.
 FP8_FLAGS: dict[str, bool] = {
@@ -23,6 +27,7 @@ FP8_FLAGS: dict[str, bool] = {
     "first_last_layers_bf16": True,
     "num_layers_at_start_in_bf16": False,
     "num_layers_at_end_in_bf16": False,
+    "te_precision_config_file": False,
 }
 
 _RECIPES = {
@@ -48,13 +53,14 @@ _INSTEAD["fp4_format"] = _INSTEAD["fp4_recipe"]
 
 
 _LAYERS = {"num_layers_at_start_in_bf16": "first_layers", "num_layers_at_end_in_bf16": "last_layers"}
+_TRANSLATED = (*_LAYERS, "first_last_layers_bf16", "te_precision_config_file")
 
 
 def refused_fp8_flags(given: Mapping[str, Any]) -> list[str]:
     """A line for each given flag without an equivalent; it names the recipe or field to use instead."""
     lines = []
     for name, value in given.items():
-        if name not in FP8_FLAGS or name in _LAYERS or name == "first_last_layers_bf16" or value is False:
+        if name not in FP8_FLAGS or name in _TRANSLATED or value is False:
             continue
         shown = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
         lines.append(f"{shown}: {fp8_reason(name, str(value))}")
@@ -68,8 +74,8 @@ def fp8_reason(name: str, value: str = "") -> str | None:
     return _INSTEAD.get(name)
 
 
-def translate_fp8_flags(given: Mapping[str, Any]) -> list[str]:
-    """Recipe overrides equivalent to the given Megatron flags.
+def translate_fp8_flags(given: Mapping[str, Any], recipe: str = "bf16") -> list[str]:
+    """Overrides of a recipe equivalent to the given Megatron flags.
 
     Raises:
         UserError: flags without an equivalent; the message names the recipes or fields to use instead.
@@ -77,6 +83,23 @@ def translate_fp8_flags(given: Mapping[str, Any]) -> list[str]:
     refused = refused_fp8_flags(given)
     if refused:
         raise UserError("; ".join(refused))
+    return [*_layers_in_bf16(given), *_rules_of_file(given.get("te_precision_config_file"), recipe)]
+
+
+def _rules_of_file(path: str | None, recipe: str) -> list[str]:
+    """An override in one line of YAML."""
+    if path is None:
+        return []
+    if recipe == "bf16":
+        raise UserError(
+            f"--te-precision-config-file {path} changes layers that are quantized, and --recipe bf16 quantizes none: "
+            "give the --recipe of the layers that no matcher selects"
+        )
+    rules = yaml.safe_dump(rules_of_precision_file(path), default_flow_style=True, sort_keys=False, width=math.inf)
+    return [f"rules={rules.strip()}"]
+
+
+def _layers_in_bf16(given: Mapping[str, Any]) -> list[str]:
     if not given.get("first_last_layers_bf16"):
         for name in _LAYERS:
             if name in given:

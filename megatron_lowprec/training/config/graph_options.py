@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.capture import why_not_captured
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import microbatches_of
 from megatron_lowprec.training.models.architectures import architecture_of

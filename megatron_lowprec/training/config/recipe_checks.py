@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.options import Config
 

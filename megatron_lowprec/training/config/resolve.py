@@ -11,7 +11,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import check_fp8_gather
 from megatron_lowprec.recipe.fp8_dispatch import check_fp8_dispatch
 from megatron_lowprec.recipe.native_support import check_accumulator
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.te.translation import INSTALL
 from megatron_lowprec.training.config.arguments import flag, required
 from megatron_lowprec.training.config.data_options import resolve_data

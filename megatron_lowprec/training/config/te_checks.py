@@ -6,7 +6,7 @@ import importlib
 import os
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.te.te_config import TEConfig, te_config
 from megatron_lowprec.te.translation import KINDS
 from megatron_lowprec.training.config.fields import require
@@ -42,8 +42,8 @@ def check(config: Config, recipe: Recipe) -> TEConfig:
     stage = require(config.num_layers) // config.pipeline_model_parallel_size
     if max(found.first_layers, found.last_layers) > stage:
         raise UserError(
-            f"keep_bf16 asks {found.first_layers} first and {found.last_layers} last layers, but Megatron-core keeps "
-            f"at most the {stage} layers of one pipeline stage in bf16; lower keep_bf16.first_layers and last_layers"
+            f"the recipe asks {found.first_layers} first and {found.last_layers} last layers, but Megatron-core keeps "
+            f"at most the {stage} layers of one pipeline stage in bf16; lower the numbers"
         )
     return found
 

@@ -89,7 +89,7 @@ def backward_of_a_layer(config: Config, runs: Runs) -> float:
     wide = mlp.backward_bytes(config)
     gates = 2 if any(site.gated for site in mlp.linear_sites(config, require(config.num_layers))) else 1
     operands = 0.0
-    if runs.recipe.wgrad.quantized or runs.recipe.dgrad.quantized:
+    if any(linear.wgrad.quantized or linear.dgrad.quantized for linear in runs.recipe.linear_recipes):
         operands = 2 * gates * wide + stream  # dy, rowwise and columnwise; x
     decoded = 0.0
     if runs.recipe.activations.swiglu_input != "none":

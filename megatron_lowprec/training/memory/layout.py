@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lowprec.recipe.coverage import LinearSite, primary_weight_spec, why_not_gathered
+from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.native_support import native_gemms
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import LinearRecipe
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import microbatches_of, virtual_stages
@@ -16,7 +18,7 @@ from megatron_lowprec.training.models.sizes import linear_sites, sharding
 
 @dataclass(frozen=True)
 class Runs:
-    """How layers are executed: recipe and architecture ("cpu", "sm90", ...)."""
+    """How layers are executed: recipe of one phase and architecture ("cpu", "sm90", ...)."""
 
     recipe: Recipe
     arch: str = "sm90"
@@ -26,15 +28,20 @@ class Runs:
         """Whether dropout and cross entropy are the fused kernels, which save no mask and no softmax."""
         return self.arch.startswith("sm")
 
+    def linear(self, config: Config, layer: int, name: str) -> LinearRecipe:
+        """What a linear layer runs."""
+        return self.recipe.at(Layer(layer, name, require(config.num_layers)))
+
     def keeps_codes(self, config: Config, layer: int, name: str) -> bool:
         """Whether a linear layer saves FP8 codes of its input for wgrad, instead of the input."""
         if not architecture_of(config).plans_fp8_inputs:
             return False
         site = next(site for site in linear_sites(config, range(layer, layer + 1)) if site.name == name)
+        linear = self.linear(config, layer, name)
         if config.sequence_parallel and site.split == "column":  # gathered again in the backward pass
-            return config.fp8_sequence_parallel_gather and why_not_gathered(self.recipe, "input") is None
+            return config.fp8_sequence_parallel_gather and why_not_gathered(linear, "input") is None
         native = self.native_gemms(config, site)
-        return {"fprop", "wgrad"} <= native and self.recipe.fprop.input == self.recipe.wgrad.input
+        return {"fprop", "wgrad"} <= native and linear.fprop.input == linear.wgrad.input
 
     def recomputes_gelu(self, config: Config) -> bool:
         """Whether --recompute-gelu recomputes the input of linear_fc2 in the backward pass."""
@@ -43,14 +50,15 @@ class Runs:
     def keeps_primary_weights(self, config: Config) -> bool:
         """Whether the weights of quantized layers are stored as FP8 codes only."""
         asked = config.fp8_param_gather and config.transformer_impl == "local"
-        return asked and primary_weight_spec(self.recipe) is not None
+        return asked and any(primary_weight_spec(linear) is not None for linear in self.recipe.linear_recipes)
 
     def native_gemms(self, config: Config, site: LinearSite) -> frozenset[str]:
         """The GEMMs of a linear layer that run natively in FP8."""
         if not config.bf16 or config.emulate:
             return frozenset()
         ranks = sharding(config, site).tensor_ranks
-        return native_gemms(self.recipe, self.arch, *site.sizes_on_rank(ranks))
+        linear = self.linear(config, site.layer_number, site.name)
+        return native_gemms(linear, self.arch, *site.sizes_on_rank(ranks))
 
 
 def stage_layers(config: Config, stage: int) -> range:

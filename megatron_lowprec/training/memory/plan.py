@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.memory.activations import (
     backward_of_a_layer,
@@ -67,9 +67,15 @@ class MemoryPlan:
 
 
 def plan(config: Config, recipe: Recipe, padded_vocab_size: int, gpus: int, arch: str = "sm90") -> MemoryPlan:
-    """The plan of a resolved configuration on ``gpus`` processes, one per GPU of that architecture."""
-    stages, runs = range(config.pipeline_model_parallel_size), Runs(recipe, arch)
-    plans = [_stage_plan(config, runs, padded_vocab_size, gpus, stage) for stage in stages]
+    """The plan of a resolved configuration on ``gpus`` processes, one per GPU of that architecture.
+
+    Of a recipe with phases, that of the phase with the largest peak.
+    """
+    plans = [
+        _stage_plan(config, Runs(phase, arch), padded_vocab_size, gpus, stage)
+        for phase in recipe.stages
+        for stage in range(config.pipeline_model_parallel_size)
+    ]
     return max(plans, key=lambda found: found.peak)
 
 

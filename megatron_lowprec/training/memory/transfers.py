@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron_lowprec.recipe.coverage import (
-    LinearSite,
-    gemms_in_bf16,
-    kept_in_bf16,
-    why_not_gathered,
-    without_gemms,
-)
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.coverage import LinearSite, why_not_gathered
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.rank_sizes import tokens_of, width_of
@@ -65,13 +59,13 @@ def layer_transfers(
         ),
         0,
     )
+    used = recipe.in_bf16(rerun_in_bf16)
     for site in sites:
         column = site.split == "column"
         values = tokens * (site.in_features if column else site.out_features) * (ranks - 1) // ranks
-        kept = kept_in_bf16(recipe, site.layer_number, site.name, num_layers)
-        used = without_gemms(recipe, gemms_in_bf16(rerun_in_bf16, site.layer_number, site.name))
-        permitted = why_not_gathered(used, "input" if column else "grad_output") is None
-        gathered = values * (1 if fp8_gather and permitted and not kept else width)
+        linear = used.at(site.layer(num_layers))
+        permitted = why_not_gathered(linear, "input" if column else "grad_output") is None
+        gathered = values * (1 if fp8_gather and permitted else width)
         if column:
             received["inputs, gathered in the forward pass"] += gathered
             received["inputs, gathered again in the backward pass"] += gathered

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from megatron_lowprec.recipe.coverage import (
     LinearSite,
-    kept_in_bf16,
     primary_weight_spec,
     weight_serves_microbatches,
 )
@@ -132,7 +131,8 @@ def _kept_weights(config: Config, runs: Runs, gpus: int, stage: int) -> float:
     total = 0.0
     for site, weights in _quantized_layers(config, runs, stage):
         native = runs.native_gemms(config, site)
-        kept = [name for name, gemm in runs.recipe.gemms.items() if weight_serves_microbatches(gemm)]
+        linear = runs.linear(config, site.layer_number, site.name)
+        kept = [name for name, gemm in linear.gemms.items() if weight_serves_microbatches(gemm)]
         if runs.keeps_primary_weights(config):  # only a transposed copy, which native GEMMs read
             kept = ["dgrad"] if "dgrad" in native else []
         total += weights * sum(1 if name in native else width_of(config) for name in kept)
@@ -143,18 +143,20 @@ def _saved_by_primary_weights(config: Config, runs: Runs, stage: int) -> float:
     """Bytes saved by storing one rank's weights as FP8 codes: the compute dtype's less a code's and its scale's."""
     if not runs.keeps_primary_weights(config):
         return 0.0
-    spec = primary_weight_spec(runs.recipe)
-    assert spec is not None
-    code = 1.0 + (8.0 / math.prod(spec.block) if spec.block else 0.0)  # a block's decode scale and amax, fp32
-    return sum(weights * (width_of(config) - code) for _, weights in _quantized_layers(config, runs, stage))
+    saved = 0.0
+    for site, weights in _quantized_layers(config, runs, stage):
+        spec = primary_weight_spec(runs.linear(config, site.layer_number, site.name))
+        if spec is not None:
+            code = 1.0 + (8.0 / math.prod(spec.block) if spec.block else 0.0)  # a block's decode scale and amax, fp32
+            saved += weights * (width_of(config) - code)
+    return saved
 
 
 def _quantized_layers(config: Config, runs: Runs, stage: int) -> Iterator[tuple[LinearSite, float]]:
     """Quantized linear layers of a stage, and the number of weights of each on one rank, without biases."""
-    layers = require(config.num_layers)
     for site in linear_sites(config, stage_layers(config, stage)):
         # Interleaved stages hold other layers; which ones are kept in bf16 then differs a little.
-        if kept_in_bf16(runs.recipe, site.layer_number, site.name, layers):
+        if not runs.linear(config, site.layer_number, site.name).quantized:
             continue
         shards = sharding(config, site)
         yield site, shards.copies_on_rank * site.in_features * site.out_features / shards.tensor_ranks

@@ -7,7 +7,7 @@ from functools import cache
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.sizes import linear_sites, tensor_ranks

@@ -17,7 +17,8 @@ import torch
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.linear.lowprec_linear import LowPrecLinear, end_step
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, KeepBf16, QuantSpec, Recipe
+from megatron_lowprec.recipe.recipe import KeepBf16, Recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec
 
 _DRAWS = 16
 # The mean of unbiased draws is one standard error from the truth; over 128 x 128 values within a few percent.
@@ -37,14 +38,16 @@ def self_test(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for gemm, operand, spec in _stochastic_operands(recipe):
             _check_unbiased(gemm, operand, spec, dtype, device)
-        if recipe.quantized:
-            _check_products(replace(recipe, keep_bf16=KeepBf16()), dtype, device)
+        for linear in recipe.linear_recipes:
+            if linear.quantized:
+                plain = replace(recipe, keep_bf16=KeepBf16(), rules=(), phases=())
+                _check_products(replace(plain, **linear.gemms), dtype, device)  # type: ignore[arg-type]
 
 
 def _stochastic_operands(recipe: Recipe) -> Iterator[tuple[str, str, QuantSpec]]:
-    for gemm, operands in GEMM_OPERANDS.items():
-        for operand in operands:
-            spec: QuantSpec | None = getattr(getattr(recipe, gemm), operand)
+    for gemm, found in dict.fromkeys(recipe.specs()):
+        for operand in GEMM_OPERANDS[gemm]:
+            spec: QuantSpec | None = getattr(found, operand)
             if spec is not None and spec.rounding == "stochastic":
                 yield gemm, operand, spec
 

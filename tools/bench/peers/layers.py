@@ -12,8 +12,8 @@ from contextlib import nullcontext
 
 import torch
 
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.te import te_recipe
 from tools.bench.cases.layer import Tensors, tensors
 from tools.bench.measure import distance, errors_as_faults, one_line

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.coverage import LinearSite, kept_in_bf16
+from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.recipe.fp8_dispatch import scales_of_token
 from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.fields import check_divisible, require
@@ -241,11 +241,9 @@ def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, floa
 def _bytes_of_input(config: Config, runs: Runs | None, layer: int) -> float:
     """Bytes of a token as an expert saves it; --moe-fp8-dispatch leaves it as the codes and scales that arrived."""
     hidden, width = require(config.hidden_size), width_of(config)
-    kept = runs is None or kept_in_bf16(runs.recipe, layer, f"{_EXPERTS}.linear_fc1", require(config.num_layers))
-    if runs is None or kept or not config.moe_fp8_dispatch:
+    spec = None if runs is None else runs.linear(config, layer, f"{_EXPERTS}.linear_fc1").fprop.input
+    if spec is None or not config.moe_fp8_dispatch:
         return hidden * width
-    spec = runs.recipe.fprop.input
-    assert spec is not None
     in_fp8 = spec.format in ("e4m3", "e5m2")  # others are values in memory
     scale = 4 if spec.scale_format == "fp32" else 1
     return hidden * (1 if in_fp8 else width) + scales_of_token(spec, hidden) * scale

@@ -28,7 +28,7 @@ from megatron_lowprec.recipe.yaml_text import read_yaml_file, read_yaml_text
 from megatron_lowprec.shipped import find
 
 T = TypeVar("T")
-
+_CHANGES = ("rules", "phases")  # fields that are lists of changes of GEMMs
 
 RecipeLike: TypeAlias = Recipe | str | os.PathLike[str]
 """A Recipe, the name of one, or the path of a YAML file."""
@@ -118,10 +118,9 @@ def recipe_to_dict(recipe: LinearRecipe) -> dict[str, Any]:
     """
     data = _plain(dataclasses.asdict(recipe))
     for name in _CHANGES:
-        changes = [_given(change) for change in getattr(recipe, name, ())]
-        data |= {name: changes} if changes else {}
-        if not changes:
-            data.pop(name, None)
+        data.pop(name, None)
+        if changes := [_given(change) for change in getattr(recipe, name, ())]:
+            data[name] = changes
     return data
 
 
@@ -167,9 +166,6 @@ def _with_gemms(data: Any) -> Any:
         if isinstance(found.get(name), list | tuple):
             found[name] = [_with_gemms(change) for change in found[name]]
     return found
-
-
-_CHANGES = ("rules", "phases")  # fields that are lists of changes of GEMMs
 
 
 def in_current_form(stored: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowprec import UserError, get_recipe
-from megatron_lowprec.linear.emulated_gemms import EmulatedGemms
+from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.recipe.fp8_dispatch import dispatched_bytes

@@ -14,7 +14,7 @@ from megatron_lowprec import get_recipe
 from megatron_lowprec.commands import lab as numerics
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.lab import captured_products, experiment, operand_error, recipe_diff
-from megatron_lowprec.linear import linear_gemms
+from megatron_lowprec.linear.backends import resolved
 from megatron_lowprec.linear.capture_file import Capture, write_capture
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
@@ -158,7 +158,7 @@ def test_reference_outputs_are_the_beginning_of_the_product(recipe: str, monkeyp
         return operand_error.product(gemms, wide, gemm, step).bfloat16()
 
     monkeypatch.setattr(captured_products, "product", product)
-    monkeypatch.setattr(LinearGemms, "backend", lambda gemms, name: gemms.native)
+    monkeypatch.setattr(resolved, "arch_of", lambda _: "sm90")
     rows = {row["gemm"]: row for row in captured_products.equal_rows(capture_of("bf16"), get_recipe(recipe), [])}
     assert list(rows) == list(GEMM_OPERANDS)
     fast = [name for name, gemm in get_recipe(recipe).gemms.items() if gemm.fast_accumulation]
@@ -176,7 +176,7 @@ def test_emulated_products_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> 
         f"layers.3.mlp.linear_fc1: {gemm} of fp8_current is emulated and left out" for gemm in GEMM_OPERANDS
     ]
     # on Hopper, of a layer whose widths are no multiples of 128
-    monkeypatch.setattr(linear_gemms, "arch_of", lambda device: "sm90")
+    monkeypatch.setattr(resolved, "arch_of", lambda device: "sm90")
     monkeypatch.setattr(captured_products, "product", lambda *_: torch.zeros(OUT, IN))
     left_out.clear()
     rows = captured_products.equal_rows(capture_of("bf16"), get_recipe("fp8_blockwise"), left_out)

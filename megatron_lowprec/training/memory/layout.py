@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_lowprec.linear.backends.table import native_gemms
+from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.coverage import LinearSite, primary_weight_spec, why_not_gathered
-from megatron_lowprec.recipe.native_support import native_gemms
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
@@ -15,7 +16,7 @@ from megatron_lowprec.training.models.sizes import linear_sites, sharding
 
 
 @dataclass(frozen=True)
-class Runs:
+class Execution:
     """How layers are executed: recipe and architecture ("cpu", "sm90", ...)."""
 
     recipe: Recipe
@@ -46,11 +47,11 @@ class Runs:
         return asked and primary_weight_spec(self.recipe) is not None
 
     def native_gemms(self, config: Config, site: LinearSite) -> frozenset[str]:
-        """The GEMMs of a linear layer that run natively in FP8."""
+        """The GEMMs of a linear layer that run on a native backend, whose operands are codes."""
         if not config.bf16 or config.emulate:
             return frozenset()
         ranks = sharding(config, site).tensor_ranks
-        return native_gemms(self.recipe, self.arch, *site.sizes_on_rank(ranks))
+        return native_gemms(self.recipe, Target(self.arch, *site.sizes_on_rank(ranks)))
 
 
 def stage_layers(config: Config, stage: int) -> range:

@@ -15,7 +15,7 @@ from megatron_lowprec.training.memory.activations import (
     logit_bytes,
     recomputed_at_once,
 )
-from megatron_lowprec.training.memory.layout import Runs, microbatches_in_flight, stage_layers
+from megatron_lowprec.training.memory.layout import Execution, microbatches_in_flight, stage_layers
 from megatron_lowprec.training.memory.weights import fp32_gradients, graph_buffers, lasting
 
 GIB = 2.0**30
@@ -31,7 +31,7 @@ class MemoryPlan:
     a quantization-error snapshot or a capture adds, which runs layers kernel by kernel beside the graphs.
     """
 
-    runs: Runs
+    runs: Execution
     stage: int
     stages: int
     gpus: int
@@ -68,12 +68,12 @@ class MemoryPlan:
 
 def plan(config: Config, recipe: Recipe, padded_vocab_size: int, gpus: int, arch: str = "sm90") -> MemoryPlan:
     """The plan of a resolved configuration on ``gpus`` processes, one per GPU of that architecture."""
-    stages, runs = range(config.pipeline_model_parallel_size), Runs(recipe, arch)
+    stages, runs = range(config.pipeline_model_parallel_size), Execution(recipe, arch)
     plans = [_stage_plan(config, runs, padded_vocab_size, gpus, stage) for stage in stages]
     return max(plans, key=lambda found: found.peak)
 
 
-def _stage_plan(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) -> MemoryPlan:
+def _stage_plan(config: Config, runs: Execution, vocabulary: int, gpus: int, stage: int) -> MemoryPlan:
     first, last = stage == 0, stage == config.pipeline_model_parallel_size - 1
     layers = stage_layers(config, stage)
     in_flight = microbatches_in_flight(config, gpus, stage)

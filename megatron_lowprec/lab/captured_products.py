@@ -86,7 +86,7 @@ def equal_rows(capture: Capture, recipe: Recipe, left_out: list[str]) -> Iterato
             spec is not None and FORMATS[spec.format].bits == 8 and spec.scale_format == "fp32" for spec in specs
         ):
             continue
-        if gemms.backends.resolved[name].name != "hopper_fp8":
+        if gemms.backends.resolved.gemms[name].name != "hopper_fp8":
             left_out.append(f"{capture.linear_id.path}: {name} of {recipe.name} is emulated and left out")
             continue
         found = product(gemms, native, name, native.rng_step)[:SIZE, :SIZE].float().cpu()
@@ -119,7 +119,7 @@ def reference_outputs(capture: Capture, name: str, dtype: torch.dtype, fp32_sums
         matrix, rowwise = matrix_of(capture, name, tensor), SIDES[tensor][0] == name
         source = matrix if rowwise else matrix.t()
         request = CastRequest(rowwise, not rowwise, update_amax=False, codes=True)
-        quantized, _ = gemms.backends.resolved[name].quantize(tensor, source, capture.rng_step, request)
+        quantized, _ = gemms.backends.resolved.gemms[name].quantize(tensor, source, capture.rng_step, request)
         parts.append(_beginning(quantized, rowwise))
     (a, a_scale, a_block, a_format), (b, b_scale, b_block, b_format) = parts
     found = reference_gemm(

@@ -184,7 +184,7 @@ def quantized_values(gemms: LinearGemms, gemm: str, tensor: str, matrix: torch.T
     rowwise = SIDES[tensor][0] == gemm
     source = matrix if rowwise else matrix.t()
     request = CastRequest(rowwise, not rowwise, update_amax=False)
-    quantized, _ = gemms.backends.resolved[gemm].quantize(tensor, source, step, request)
+    quantized, _ = gemms.backends.resolved.gemms[gemm].quantize(tensor, source, step, request)
     data, scale = quantized.rowwise() if rowwise else quantized.columnwise()
     values = QuantizedTensor(data.shape, data.dtype, quantized.spec, data, scale).dequantize()
     transform = gemms.transforms.at(gemm, step)

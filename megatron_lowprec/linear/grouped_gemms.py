@@ -240,7 +240,7 @@ class GroupedLinearGemms:
         backends = self.experts[0].backends
         backends.resolve(weight)
         together = ("fprop",) if name == "fprop" else SIDES["grad_output"]
-        (row, *others) = {backends.resolved[gemm].name for gemm in together}
+        (row, *others) = {backends.resolved.gemms[gemm].name for gemm in together}
         if others:
             return None
         if row not in self._built:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.linear.backends.protocol import CastRequest, GemmBackend, KnownAmax, LayerContext
+from megatron_lowprec.linear.backends.protocol import GemmBackend, KnownAmax, LayerContext, cast_request
 from megatron_lowprec.linear.backends.resolved import LayerBackends
 from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward, in_memory, transposes
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax, LinearId
@@ -108,12 +108,12 @@ class LinearGemms:
         "source" if the scale is known and one cast gives both directions, so the cast may compute the tensor; "amax"
         if the cast needs the tensor's amax first; else None.
         """
-        backend = self.backends.shared(tensor, self.backends.of(matrix))
+        backend = self.backends.of(matrix).one_cast[tensor]
         return None if backend is None else backend.supported_fusion(tensor)
 
     def accepts_split_input(self, matrix: torch.Tensor) -> bool:
         """Whether dy of the size and dtype of ``matrix`` may be a ``CastPrologue`` of several tensors in memory."""
-        backend = self.backends.shared("grad_output", self.backends.of(matrix))
+        backend = self.backends.of(matrix).one_cast["grad_output"]
         return backend is not None and backend.accepts_split_input("grad_output")
 
     def fprop(
@@ -148,21 +148,23 @@ class LinearGemms:
         """
         self.backends.resolve(w_OI)
         backends = self.backends.of(x_TI)
-        backend = backends["fprop"]
+        backend = backends.gemms["fprop"]
         if isinstance(x_TI, QuantizedTensor):
             x = x_TI
         else:
-            both = save_input and self.backends.fuse_directions("input", x_TI, rng_step, backends)
-            request = CastRequest(True, both, update_amax, codes=gather is not None)
+            both = save_input and (cast := backends.one_cast["input"]) is not None
+            both = both and cast.fuses_directions("input", x_TI, rng_step)
+            request = cast_request(True, both, update_amax, False, gather is not None)
             x, _ = backend.quantize("input", x_TI, rng_step, request, None if amax is None else KnownAmax(amax))
         codes = None
         if gather is not None or (isinstance(x_TI, QuantizedTensor) and x.columnwise_data is None):
             codes, x = x, self._from_codes("input", x if gather is None else gather(x), columnwise=False)
         w, weight_amax = self._stored_weight("fprop", w_OI, backend, update_amax), None
-        if save_input and not self.weight_cache.holds("fprop") and not isinstance(w_OI, Fp8Weight):
+        if save_input and w is None and backend.fuses_producer and not self.weight_cache.holds("fprop"):
             weight_amax = backend.weight_amax(w_OI)
         if w is None:
-            request = CastRequest(True, self._caches_both(w_OI, rng_step, backends, update_amax), update_amax)
+            both = update_amax and backends.one_cast["weight"] is not None and self._caches_both(w_OI, rng_step)
+            request = cast_request(True, both, update_amax)
             known = None if weight_amax is None else KnownAmax(weight_amax, reduced=True)
             w, _ = backend.quantize("weight", w_OI, rng_step, request, known)
             if update_amax:
@@ -180,8 +182,8 @@ class LinearGemms:
         those of x, ``dispatched_grad_output`` those of dy.
         """
         self.backends.resolve(w_OI)
-        backend = self.backends.of(tokens)[SIDES[tensor][0]]
-        return backend.quantize(tensor, tokens, rng_step, CastRequest(True, False, codes=True))[0]
+        backend = self.backends.of(tokens).gemms[SIDES[tensor][0]]
+        return backend.quantize(tensor, tokens, rng_step, cast_request(True, False, True, False, True))[0]
 
     def dispatched_grad_output(self, codes: QuantizedTensor) -> GradOutput:
         """dy for ``dgrad``, which takes the codes of ``quantize_tokens``, and ``wgrad``, which dequantizes them."""
@@ -189,8 +191,8 @@ class LinearGemms:
 
     def quantize_input(self, x_TI: CastPrologue, rng_step: RngStep) -> QuantizedTensor:
         """x for ``forward``, in both directions unless it is gathered; only if ``supported_fusion`` is "source"."""
-        request = CastRequest(True, self.gathers != "input")
-        return self.backends.resolved["fprop"].quantize("input", x_TI, rng_step, request)[0]
+        request = cast_request(True, self.gathers != "input")
+        return self.backends.resolved.gemms["fprop"].quantize("input", x_TI, rng_step, request)[0]
 
     def grad_output(
         self,
@@ -214,20 +216,21 @@ class LinearGemms:
             gemms: those that follow; dy in memory is not quantized for others.
         """
         backends = self.backends.of(dy_TO)
-        backend = backends["dgrad"]
+        backend = backends.gemms["dgrad"]
         if shard:
-            request = CastRequest(True, False, sums=bias, codes=True)
+            request = cast_request(True, False, True, bias, True)
             codes, db = backend.quantize("grad_output", dy_TO, rng_step, request)
             return GradOutput(dy_TO if isinstance(dy_TO, torch.Tensor) else dy_TO.like, codes, db)
         if not isinstance(dy_TO, torch.Tensor):
             gemms = SIDES["grad_output"]
         quantized = db = None
-        both = len(gemms) == 2 and self.backends.fuse_directions("grad_output", dy_TO, rng_step, backends)
+        cast = backends.one_cast["grad_output"] if len(gemms) == 2 else None
+        both = cast is not None and cast.fuses_directions("grad_output", dy_TO, rng_step)
         rowwise, columnwise = both or ("dgrad" in gemms and backend.fuses_producer), both
-        if not rowwise and "wgrad" in gemms and backends["wgrad"].fuses_producer:
-            backend, columnwise = backends["wgrad"], True
+        if not rowwise and "wgrad" in gemms and backends.gemms["wgrad"].fuses_producer:
+            backend, columnwise = backends.gemms["wgrad"], True
         if rowwise or columnwise:
-            request = CastRequest(rowwise, columnwise, update_amax, bias)
+            request = cast_request(rowwise, columnwise, update_amax, bias)
             known = None if amax is None else KnownAmax(amax)
             quantized, db = backend.quantize("grad_output", dy_TO, rng_step, request, known)
         if isinstance(dy_TO, torch.Tensor):
@@ -258,13 +261,14 @@ class LinearGemms:
         """``dx_TI = dy_TO @ w_OI`` in the dtype of dy; ``weight_amax`` of ``SavedForBackward``."""
         dy = dy if isinstance(dy, GradOutput) else GradOutput(dy)
         backends, quantized = self.backends.of(dy.matrix), dy.quantized
-        backend = backends["dgrad"]
+        backend = backends.gemms["dgrad"]
         if quantized is None or quantized.rowwise_data is None:
-            request = CastRequest(True, False, dy.update_amax)
+            request = cast_request(True, False, dy.update_amax)
             quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, request)
         w = self._stored_weight("dgrad", w_OI, backend, dy.update_amax)
         if w is None:
-            request = CastRequest(self._caches_both(w_OI, rng_step, backends, dy.update_amax), True, dy.update_amax)
+            both = dy.update_amax and backends.one_cast["weight"] is not None and self._caches_both(w_OI, rng_step)
+            request = cast_request(both, True, dy.update_amax)
             known = None if weight_amax is None else KnownAmax(weight_amax, reduced=True)
             w, _ = backend.quantize("weight", w_OI, rng_step, request, known)
             if dy.update_amax:
@@ -287,17 +291,17 @@ class LinearGemms:
             amax: the same as in ``forward``.
         """
         dy = dy if isinstance(dy, GradOutput) else GradOutput(dy)
-        backend, quantized = self.backends.of(dy.matrix)["wgrad"], dy.quantized
+        backend, quantized = self.backends.of(dy.matrix).gemms["wgrad"], dy.quantized
         if isinstance(x, QuantizedTensor) and not transposes(x):
             x = x.dequantize(x.dtype)
         if isinstance(x, QuantizedTensor):
             x = x if x.columnwise_data is not None else self._from_codes("input", x, columnwise=True)
         else:
             # fprop by the same spec has recorded the amax
-            request = CastRequest(False, True, dy.update_amax and not self.backends.one_spec["input"])
+            request = cast_request(False, True, dy.update_amax and not self.backends.one_spec["input"])
             x, _ = backend.quantize("input", x, rng_step, request, None if amax is None else KnownAmax(amax))
         if quantized is None or quantized.columnwise_data is None:
-            request = CastRequest(False, True, dy.update_amax)
+            request = cast_request(False, True, dy.update_amax)
             quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, request)
         overwrite = accumulate_into is not None and self.main_grad_is_zero
         if overwrite:
@@ -311,7 +315,7 @@ class LinearGemms:
     ) -> QuantizedTensor:
         """Rowwise codes [T, K] as the operand of one GEMM of a tensor; added to ``into`` if given."""
         into = QuantizedTensor(codes.shape, codes.dtype, codes.spec) if into is None else into
-        backend = self.backends.of(codes)[SIDES[tensor][columnwise]]
+        backend = self.backends.of(codes).gemms[SIDES[tensor][columnwise]]
         found = backend.from_codes(codes, columnwise=columnwise)
         if columnwise:
             into.columnwise_data, into.columnwise_scale = found
@@ -337,9 +341,8 @@ class LinearGemms:
             self.weight_cache.put(gemm, backend.name, weight)
         return weight
 
-    def _caches_both(
-        self, w_OI: torch.Tensor, rng_step: RngStep, backends: Mapping[str, GemmBackend], update_amax: bool
-    ) -> bool:
-        """Whether one cast quantizes the weight for fprop and dgrad, both cached."""
-        caches = update_amax and all(map(self.weight_cache.holds, SIDES["weight"]))
-        return caches and self.backends.fuse_directions("weight", w_OI, rng_step, backends)
+    def _caches_both(self, w_OI: torch.Tensor, rng_step: RngStep) -> bool:
+        """Whether the backend's one cast quantizes the weight for fprop and dgrad, both cached."""
+        backend = self.backends.resolved.one_cast["weight"]
+        assert backend is not None
+        return all(map(self.weight_cache.holds, SIDES["weight"])) and backend.fuses_directions("weight", w_OI, rng_step)

@@ -1,13 +1,13 @@
 """Per-step cache of quantized weights: the first microbatch fills it, the others reuse it."""
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.device_rng_step import capturing
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 
-T = TypeVar("T")
+_NONE = "", None
 
 
 class QuantizedWeightCache:
@@ -40,7 +40,8 @@ class QuantizedWeightCache:
 
     def get(self, gemm: str, backend: str) -> QuantizedTensor | None:
         """The weight cached for a GEMM on a backend, or None."""
-        return self._of(backend, self._weights.get(gemm)) if self.holds(gemm) else None
+        name, weight = self._weights.get(gemm, _NONE) if self.holds(gemm) else _NONE
+        return weight if name == backend else None  # an expert without tokens falls back to another backend
 
     def put_group(self, gemm: str, backend: str, weights: Any) -> None:
         """Cache a grouped backend's operand of all experts, where the cache of the first covers the GEMM."""
@@ -49,12 +50,8 @@ class QuantizedWeightCache:
 
     def get_group(self, gemm: str, backend: str) -> Any:
         """The weights of ``put_group``, or None."""
-        return self._of(backend, self._groups.get(gemm)) if self.holds(gemm) else None
-
-    @staticmethod
-    def _of(backend: str, found: tuple[str, T] | None) -> T | None:
-        # an expert without tokens falls back to another backend: one form stays in memory
-        return found[1] if found is not None and found[0] == backend else None
+        name, weights = self._groups.get(gemm, _NONE) if self.holds(gemm) else _NONE
+        return weights if name == backend else None
 
     def tensors(self) -> list[QuantizedTensor]:
         """All cached weights but those of groups, whose layers no graph captures."""

@@ -49,7 +49,7 @@ def test_an_expert_without_tokens_takes_the_last_row(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(resolved, "arch_of", lambda _: "sm90")
     gemms, weight = gemms_of("fp8_current", cache_weights=True), torch.randn(128, 128).bfloat16()
     gemms.backends.resolve(weight)
-    assert {backend.name for backend in gemms.backends.of(weight).values()} == {"hopper_fp8"}
+    assert {backend.name for backend in gemms.backends.of(weight).gemms.values()} == {"hopper_fp8"}
     assert gemms.fprop(weight[:0], weight, STEP).shape == (0, 128)
     assert gemms.weight_cache.get("fprop", "emulated") is not None
     assert gemms.weight_cache.get("fprop", "hopper_fp8") is None
@@ -64,7 +64,7 @@ def test_backends_are_resolved_again_for_another_dtype(monkeypatch: pytest.Monke
         (torch.zeros(128, 256), "emulated"),
     ):
         gemms.backends.resolve(weight)
-        assert {backend.name for backend in gemms.backends.resolved.values()} == {row}
+        assert {backend.name for backend in gemms.backends.resolved.gemms.values()} == {row}
 
 
 def test_wrapped_backends_are_used_meanwhile() -> None:
@@ -87,7 +87,7 @@ def test_wrapped_backends_are_used_meanwhile() -> None:
     assert seen == ["input", "weight"]
     gemms.fprop(x, x, STEP)
     assert len(seen) == 2
-    assert all(isinstance(gemms.backends.resolved[name], EmulatedGemms) for name in GEMM_OPERANDS)
+    assert all(isinstance(gemms.backends.resolved.gemms[name], EmulatedGemms) for name in GEMM_OPERANDS)
 
 
 @pytest.mark.parametrize("gemms", [("dgrad", "wgrad"), ("dgrad",), ("wgrad",)])
@@ -112,10 +112,12 @@ def test_dy_is_quantized_once_by_a_backend_that_fuses_both_directions(
     assert requests == [("emulated", CastRequest("dgrad" in gemms, "wgrad" in gemms))]
 
 
-def test_a_recipe_of_two_specs_is_not_quantized_in_one_cast() -> None:
+def test_a_tensor_of_two_specs_is_not_quantized_in_one_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolved, "arch_of", lambda _: "sm90")
     recipe = get_recipe("fp8_current")
     fprop = replace(recipe.fprop, input=replace(recipe.fprop.input, format="e5m2"))  # type: ignore[type-var]
     layer = LinearGemms(replace(recipe, fprop=fprop), LinearId(1, "x"), 0, AmaxHistory)
     assert layer.backends.one_spec == {"input": False, "weight": True, "grad_output": True}
-    assert layer.backends.shared("input", layer.backends.resolved) is None
-    assert layer.backends.shared("weight", layer.backends.resolved) is not None
+    layer.backends.resolve(torch.zeros(128, 128).bfloat16())
+    names = {tensor: backend and backend.name for tensor, backend in layer.backends.resolved.one_cast.items()}
+    assert names == {"input": None, "weight": "hopper_fp8", "grad_output": "hopper_fp8"}

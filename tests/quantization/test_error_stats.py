@@ -91,7 +91,7 @@ def test_operands_of_every_recipe_against_float64(recipe: str, chunk: int, monke
             continue
         columnwise = SIDES[operand][1] == gemm
         natural = matrix.t() if columnwise else matrix
-        backend = linear_gemms.backends.resolved[gemm]
+        backend = linear_gemms.backends.resolved.gemms[gemm]
         sums = backend.error_stats(gemm, operand, natural, rng_step)
         request = CastRequest(not columnwise, columnwise, update_amax=False)
         quantized, _ = backend.quantize(operand, natural, rng_step, request)

@@ -19,7 +19,7 @@ from megatron_lowprec.linear.capture_file import Capture, write_capture
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
 
 TOKENS, IN, OUT = 64, 96, 64
 
@@ -158,7 +158,11 @@ def test_reference_outputs_are_the_beginning_of_the_product(recipe: str, monkeyp
         return operand_error.product(gemms, wide, gemm, step).bfloat16()
 
     monkeypatch.setattr(captured_products, "product", product)
-    monkeypatch.setattr(resolved, "arch_of", lambda _: "sm90")
+
+    def resolve(recipe: Recipe, _: Any, emulate: bool) -> dict[str, str]:  # of any sizes
+        return dict.fromkeys(recipe.gemms, "emulated" if emulate else "hopper_fp8")
+
+    monkeypatch.setattr(resolved, "resolve", resolve)
     rows = {row["gemm"]: row for row in captured_products.equal_rows(capture_of("bf16"), get_recipe(recipe), [])}
     assert list(rows) == list(GEMM_OPERANDS)
     fast = [name for name, gemm in get_recipe(recipe).gemms.items() if gemm.fast_accumulation]

@@ -171,7 +171,7 @@ def _quantized(
     """Data, and decode scales where they are stored separately."""
     columnwise = SIDES[operand][1] == gemm
     source, request = matrix.t() if columnwise else matrix, CastRequest(not columnwise, columnwise)
-    quantized, _ = linear_gemms.backends.resolved[gemm].quantize(operand, source, _RNG_STEP, request)
+    quantized, _ = linear_gemms.backends.resolved.gemms[gemm].quantize(operand, source, _RNG_STEP, request)
     data, scale = quantized.columnwise() if columnwise else quantized.rowwise()
     if scale is not None and quantized.spec is not None:
         length = block_sizes(quantized.spec, data)[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,10 @@ class CastRequest(NamedTuple):
     codes: bool = False
 
 
+cast_request = cache(CastRequest)
+"""A ``CastRequest``, by position: one object for equal arguments, since a step makes many."""
+
+
 class KnownAmax(NamedTuple):
     """An amax for a current scale that ``quantize`` need not find.
 
@@ -84,11 +89,13 @@ class GemmBackend(ABC):
         name: of the backend's row in ``BACKENDS``; ``construct.dense`` sets it.
         fuses_producer: casts compute or read a ``CastPrologue``, take a known amax, and sum over rows. dy is then
             quantized before both GEMMs; else for each GEMM, so that only one direction is in memory.
+        one_cast: tensors that one cast may quantize for both GEMMs that use them; these share its spec.
         caches_primary: GEMMs whose operand ``primary_weight`` copies, so that it is cached for a step.
     """
 
     name: str
     fuses_producer = False
+    one_cast: frozenset[str] = frozenset()
     caches_primary: frozenset[str] = frozenset()
 
     @abstractmethod
@@ -144,8 +151,8 @@ class GemmBackend(ABC):
         """
 
     def fuses_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
-        """Whether one read of a matrix should quantize it for both GEMMs that use it; these share its spec."""
-        return False
+        """Whether one cast quantizes this matrix of ``one_cast`` for both GEMMs."""
+        return True
 
     def supported_fusion(self, tensor: str) -> CastFusion:
         """Fusion of the cast for both GEMMs, which share a spec, with the producer of "input" or "grad_output"."""

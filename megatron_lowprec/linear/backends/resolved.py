@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -14,19 +15,31 @@ from megatron_lowprec.linear.backends.protocol import GemmBackend, LayerContext,
 from megatron_lowprec.linear.backends.table import BACKENDS, FALLBACK, resolve
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.linear_id import SIDES
-from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 
+class Resolved(NamedTuple):
+    """The backends of one layer.
+
+    Attributes:
+        gemms: GEMM -> its backend.
+        one_cast: tensor -> the backend whose cast may quantize it for both GEMMs that use it: one backend, one spec,
+            and among the backend's ``one_cast``; else None.
+    """
+
+    gemms: dict[str, GemmBackend]
+    one_cast: dict[str, GemmBackend | None]
+
+
 class LayerBackends:
-    """GEMM -> backend of one layer; backends are built when a GEMM first resolves to them.
+    """Resolves the backends of one layer; a backend is built when a GEMM first resolves to it.
 
     Args:
         context: of the layer.
         emulate: no native backend.
 
     Attributes:
-        resolved: backend of each GEMM; until ``resolve`` that of an expert without tokens.
+        resolved: for tokens; until ``resolve`` that of an expert without tokens.
         one_spec: for each tensor, whether both GEMMs that use it quantize it alike.
     """
 
@@ -35,7 +48,7 @@ class LayerBackends:
         gemms = context.recipe.gemms
         specs = {tensor: [getattr(gemms[gemm], tensor) for gemm in sides] for tensor, sides in SIDES.items()}
         self.one_spec = {tensor: by_row == by_column for tensor, (by_row, by_column) in specs.items()}
-        self._without_tokens = dict.fromkeys(gemms, self.built(FALLBACK))
+        self._without_tokens = self._of(dict.fromkeys(gemms, FALLBACK))
         self.resolved = self._without_tokens
         self._resolved_for: tuple[torch.device, torch.dtype] | None = None
 
@@ -47,24 +60,12 @@ class LayerBackends:
             check_dtype(recipe, w_OI.dtype, self._context.layer_amax.linear_id.path)
             dtype = str(w_OI.dtype).removeprefix("torch.")
             target = Target(arch_of(w_OI.device), w_OI.shape[1], w_OI.shape[0], dtype)
-            self.resolved = {gemm: self.built(name) for gemm, name in resolve(recipe, target, self._emulate).items()}
+            self.resolved = self._of(resolve(recipe, target, self._emulate))
             self._resolved_for = key
 
-    def of(self, tokens: torch.Tensor | CastPrologue | QuantizedTensor) -> dict[str, GemmBackend]:
-        """GEMM -> backend for x or dy; an expert without tokens takes the table's last row."""
+    def of(self, tokens: torch.Tensor | CastPrologue | QuantizedTensor) -> Resolved:
+        """The backends for x or dy; an expert without tokens takes the table's last row."""
         return self.resolved if tokens.shape[0] else self._without_tokens
-
-    def shared(self, tensor: str, of: Mapping[str, GemmBackend]) -> GemmBackend | None:
-        """The backend of both GEMMs that use a tensor and quantize it alike, or None."""
-        by_row, by_column = SIDES[tensor]
-        return of[by_row] if self.one_spec[tensor] and of[by_row] is of[by_column] else None
-
-    def fuse_directions(
-        self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep, of: Mapping[str, GemmBackend]
-    ) -> bool:
-        """Whether one cast quantizes a matrix for both GEMMs that use it."""
-        backend = self.shared(tensor, of)
-        return backend is not None and backend.fuses_directions(tensor, matrix, rng_step)
 
     def built(self, name: str) -> GemmBackend:
         """The backend of a row of the table, whether or not a GEMM resolves to it."""
@@ -84,5 +85,16 @@ class LayerBackends:
 
     def _use(self, built: dict[str, GemmBackend]) -> None:
         self._built = built
-        self.resolved = {gemm: built[backend.name] for gemm, backend in self.resolved.items()}
-        self._without_tokens = dict.fromkeys(self._without_tokens, built[FALLBACK])
+        self.resolved, self._without_tokens = (
+            self._of({gemm: backend.name for gemm, backend in each.gemms.items()})
+            for each in (self.resolved, self._without_tokens)
+        )
+
+    def _of(self, names: dict[str, str]) -> Resolved:
+        """The backends by the names of the GEMMs' rows."""
+        gemms, one_cast = {gemm: self.built(name) for gemm, name in names.items()}, dict[str, GemmBackend | None]()
+        for tensor, (by_row, by_column) in SIDES.items():
+            backend = gemms[by_row]
+            together = self.one_spec[tensor] and gemms[by_column] is backend and tensor in backend.one_cast
+            one_cast[tensor] = backend if together else None
+        return Resolved(gemms, one_cast)

@@ -145,7 +145,8 @@ class _OperandStats:
             self._measured.add(operand)
             transform = self._own.transforms.at(gemm, rng_step)
             if scale is None:  # multiplied into the data
-                self.stats[operand] = self._own.backends.resolved[gemm].error_stats(gemm, tensor, matrix, rng_step)
+                backend = self._own.backends.resolved.gemms[gemm]
+                self.stats[operand] = backend.error_stats(gemm, tensor, matrix, rng_step)
             elif rowwise is not None and transform is None and _same_both_ways(quantized):
                 self.stats[operand] = rowwise
             else:
@@ -157,7 +158,7 @@ class _OperandStats:
                 operand = self._unmeasured(other, gemm, tensor)
                 if operand is not None:
                     self._measured.add(operand)
-                    backend = other.backends.resolved[gemm]
+                    backend = other.backends.resolved.gemms[gemm]
                     self.stats[operand] = backend.error_stats(gemm, tensor, matrix, rng_step)
 
     def _unmeasured(self, gemms: LinearGemms, gemm: str, tensor: str) -> OperandId | None:

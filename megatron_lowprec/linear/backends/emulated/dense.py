@@ -47,6 +47,8 @@ class EmulatedGemms(GemmBackend):
         products: GEMMs that ``emulate_accumulator`` sums otherwise.
     """
 
+    one_cast = frozenset({"grad_output"})  # a second direction of x or w would occupy memory until the backward pass
+
     def __init__(self, context: LayerContext) -> None:
         recipe, self.rounding, self.transforms, self._amax, emulate_accumulator = context
         self.specs: dict[tuple[str, str], QuantSpec | None] = {
@@ -133,10 +135,10 @@ class EmulatedGemms(GemmBackend):
         return weight.quantized(columnwise=gemm == "dgrad", codes=False, on_grid=gemm in self.products)
 
     def fuses_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
-        """As ``GemmBackend``: dy under MX. A second direction of x or w would occupy memory until the backward pass."""
+        """As ``GemmBackend``: where the MX kernel does."""
         by_row, by_column = SIDES[tensor]
         spec = self.specs[by_row, tensor]
-        if tensor != "grad_output" or spec is None or not isinstance(matrix, torch.Tensor) or matrix.stride(1) != 1:
+        if spec is None or not isinstance(matrix, torch.Tensor) or matrix.stride(1) != 1:
             return False
         groups = [one.block if one else 1 for one in (self.transform(g, rng_step) for g in (by_row, by_column))]
         return groups[0] == groups[1] and fuses_mx(matrix, spec.block, spec.scale_format, groups[0])

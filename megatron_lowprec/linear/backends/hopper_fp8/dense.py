@@ -37,6 +37,7 @@ class HopperFp8Gemms(GemmBackend):
     """
 
     fuses_producer = True
+    one_cast = frozenset(SIDES)
     caches_primary = frozenset({"dgrad"})  # a transposed copy; fprop's operand aliases the codes
 
     def __init__(self, context: LayerContext) -> None:
@@ -110,10 +111,6 @@ class HopperFp8Gemms(GemmBackend):
     def primary_weight(self, gemm: str, weight: Fp8Weight) -> QuantizedTensor:
         """As ``GemmBackend``: the codes."""
         return weight.quantized(columnwise=gemm == "dgrad", codes=True)
-
-    def fuses_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
-        """True: one cast writes codes in both directions."""
-        return True
 
     def supported_fusion(self, tensor: str) -> CastFusion:
         """As ``GemmBackend``: "source" under a known scale of the whole tensor, "amax" under a current one."""

@@ -79,10 +79,10 @@ class SavedGroup:
     def with_tensors(self, tensors: Sequence[Any]) -> SavedGroup:
         """The same with other ``tensors``."""
         x, x_scale, *rest = tensors
-        of_each = zip(*[iter(rest)] * (len(rest) // len(self.experts)), strict=True)
-        restored = zip(self.experts, of_each, strict=True)
-        experts = tuple(SavedForBackward(*tensors, layout=one.layout) for one, tensors in restored)
-        return SavedGroup(x, x_scale, experts, self.dispatched)
+        restored, of_all = [], iter(rest)
+        for one, weight, own_x, own_scale, amax in zip(self.experts, of_all, of_all, of_all, of_all, strict=True):
+            restored.append(SavedForBackward(weight, own_x, own_scale, amax, one.layout))
+        return SavedGroup(x, x_scale, tuple(restored), self.dispatched)
 
 
 class GroupedLinearGemms:
@@ -130,15 +130,15 @@ class GroupedLinearGemms:
         if backend is not None:
             for_wgrad = None
             if isinstance(x_TI, QuantizedTensor):
-                x = backend.from_codes(x_TI, tokens)
+                operand = backend.from_codes(x_TI, tokens)
             else:
                 x_TI = x_TI.contiguous()
                 both = save_input and self._supported("wgrad", weights[0]) is backend
                 request = CastRequest(True, both and backend.fuses_directions("input"), update_amax)
                 rowwise, for_wgrad = backend.quantize("input", x_TI, tokens, rng_step, request)
-                x = _present(rowwise)
-            w = self._weights("fprop", backend, weights, rng_step, update_amax)
-            y = backend.gemm("fprop", x, w, tokens, x_TI.dtype)
+                operand = _present(rowwise)
+            of_weights = self._weights("fprop", backend, weights, rng_step, update_amax)
+            y = backend.gemm("fprop", operand, of_weights, tokens, x_TI.dtype)
             return y, SavedGroup.of(x_TI if for_wgrad is None else for_wgrad, weights)
         products, saved = [], []
         rows = split_rows(x_TI, tokens) if isinstance(x_TI, QuantizedTensor) else x_TI.split(list(tokens))

@@ -152,8 +152,8 @@ class LinearGemms:
         if isinstance(x_TI, QuantizedTensor):
             x = x_TI
         else:
-            both = save_input and (cast := backends.one_cast["input"]) is not None
-            both = both and cast.fuses_directions("input", x_TI, rng_step)
+            cast = backends.one_cast["input"] if save_input else None
+            both = cast is not None and cast.fuses_directions("input", x_TI, rng_step)
             request = cast_request(True, both, update_amax, False, gather is not None)
             x, _ = backend.quantize("input", x_TI, rng_step, request, None if amax is None else KnownAmax(amax))
         codes = None

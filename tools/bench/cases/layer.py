@@ -123,7 +123,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved = SavedForBackward(*ctx.saved_tensors, layout=ctx.layout)
+        weight, x, x_scale, weight_amax = ctx.saved_tensors
+        saved = SavedForBackward(weight, x, x_scale, weight_amax, ctx.layout)
         # A dummy weight gradient, which Megatron's data parallelism expects.
         return ctx.gemms.backward(dy, saved, ctx.main_grad), torch.empty_like(saved.weight), None, None
 

@@ -61,7 +61,7 @@ class GroupedEmulatedGemms(GroupedBackend):
         self, tensor: str, matrix: torch.Tensor, tokens: Sequence[int], rng_step: RngStep, request: CastRequest
     ) -> GroupOperands:
         """As ``GroupedBackend``; along tokens each expert's rows are padded."""
-        found = []
+        found: list[GroupOperand | None] = []
         for wanted, gemm in zip((request.rowwise, request.columnwise), SIDES[tensor], strict=True):
             if not wanted:
                 found.append(None)

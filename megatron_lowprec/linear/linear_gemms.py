@@ -7,7 +7,15 @@ from typing import Any
 import torch
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.linear.backends.protocol import GemmBackend, KnownAmax, LayerContext, cast_request
+from megatron_lowprec.linear.backends.protocol import (
+    BOTH,
+    COLUMNWISE,
+    ROWWISE,
+    CastRequest,
+    GemmBackend,
+    KnownAmax,
+    LayerContext,
+)
 from megatron_lowprec.linear.backends.resolved import LayerBackends
 from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward, in_memory, transposes
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax, LinearId
@@ -154,7 +162,8 @@ class LinearGemms:
         else:
             cast = backends.one_cast["input"] if save_input else None
             both = cast is not None and cast.fuses_directions("input", x_TI, rng_step)
-            request = cast_request(True, both, update_amax, False, gather is not None)
+            request = (BOTH if both else ROWWISE)[update_amax]
+            request = request if gather is None else request._replace(codes=True)
             x, _ = backend.quantize("input", x_TI, rng_step, request, None if amax is None else KnownAmax(amax))
         codes = None
         if gather is not None or (isinstance(x_TI, QuantizedTensor) and x.columnwise_data is None):
@@ -164,7 +173,7 @@ class LinearGemms:
             weight_amax = backend.weight_amax(w_OI)
         if w is None:
             both = update_amax and backends.one_cast["weight"] is not None and self._caches_both(w_OI, rng_step)
-            request = cast_request(True, both, update_amax)
+            request = (BOTH if both else ROWWISE)[update_amax]
             known = None if weight_amax is None else KnownAmax(weight_amax, reduced=True)
             w, _ = backend.quantize("weight", w_OI, rng_step, request, known)
             if update_amax:
@@ -183,7 +192,7 @@ class LinearGemms:
         """
         self.backends.resolve(w_OI)
         backend = self.backends.of(tokens).gemms[SIDES[tensor][0]]
-        return backend.quantize(tensor, tokens, rng_step, cast_request(True, False, True, False, True))[0]
+        return backend.quantize(tensor, tokens, rng_step, CastRequest(True, False, codes=True))[0]
 
     def dispatched_grad_output(self, codes: QuantizedTensor) -> GradOutput:
         """dy for ``dgrad``, which takes the codes of ``quantize_tokens``, and ``wgrad``, which dequantizes them."""
@@ -191,7 +200,7 @@ class LinearGemms:
 
     def quantize_input(self, x_TI: CastPrologue, rng_step: RngStep) -> QuantizedTensor:
         """x for ``forward``, in both directions unless it is gathered; only if ``supported_fusion`` is "source"."""
-        request = cast_request(True, self.gathers != "input")
+        request = CastRequest(True, self.gathers != "input")
         return self.backends.resolved.gemms["fprop"].quantize("input", x_TI, rng_step, request)[0]
 
     def grad_output(
@@ -218,7 +227,7 @@ class LinearGemms:
         backends = self.backends.of(dy_TO)
         backend = backends.gemms["dgrad"]
         if shard:
-            request = cast_request(True, False, True, bias, True)
+            request = CastRequest(True, False, sums=bias, codes=True)
             codes, db = backend.quantize("grad_output", dy_TO, rng_step, request)
             return GradOutput(dy_TO if isinstance(dy_TO, torch.Tensor) else dy_TO.like, codes, db)
         if not isinstance(dy_TO, torch.Tensor):
@@ -230,7 +239,7 @@ class LinearGemms:
         if not rowwise and "wgrad" in gemms and backends.gemms["wgrad"].fuses_producer:
             backend, columnwise = backends.gemms["wgrad"], True
         if rowwise or columnwise:
-            request = cast_request(rowwise, columnwise, update_amax, bias)
+            request = CastRequest(rowwise, columnwise, update_amax, bias)
             known = None if amax is None else KnownAmax(amax)
             quantized, db = backend.quantize("grad_output", dy_TO, rng_step, request, known)
         if isinstance(dy_TO, torch.Tensor):
@@ -263,12 +272,11 @@ class LinearGemms:
         backends, quantized = self.backends.of(dy.matrix), dy.quantized
         backend = backends.gemms["dgrad"]
         if quantized is None or quantized.rowwise_data is None:
-            request = cast_request(True, False, dy.update_amax)
-            quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, request)
+            quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, ROWWISE[dy.update_amax])
         w = self._stored_weight("dgrad", w_OI, backend, dy.update_amax)
         if w is None:
             both = dy.update_amax and backends.one_cast["weight"] is not None and self._caches_both(w_OI, rng_step)
-            request = cast_request(both, True, dy.update_amax)
+            request = (BOTH if both else COLUMNWISE)[dy.update_amax]
             known = None if weight_amax is None else KnownAmax(weight_amax, reduced=True)
             w, _ = backend.quantize("weight", w_OI, rng_step, request, known)
             if dy.update_amax:
@@ -298,11 +306,10 @@ class LinearGemms:
             x = x if x.columnwise_data is not None else self._from_codes("input", x, columnwise=True)
         else:
             # fprop by the same spec has recorded the amax
-            request = cast_request(False, True, dy.update_amax and not self.backends.one_spec["input"])
+            request = COLUMNWISE[dy.update_amax and not self.backends.one_spec["input"]]
             x, _ = backend.quantize("input", x, rng_step, request, None if amax is None else KnownAmax(amax))
         if quantized is None or quantized.columnwise_data is None:
-            request = cast_request(False, True, dy.update_amax)
-            quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, request)
+            quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, COLUMNWISE[dy.update_amax])
         overwrite = accumulate_into is not None and self.main_grad_is_zero
         if overwrite:
             self.main_grad_is_zero = False
@@ -328,7 +335,7 @@ class LinearGemms:
     ) -> QuantizedTensor | None:
         """Weight of fprop (rowwise) or dgrad (columnwise) from the cache or an FP8 primary weight; else None."""
         # the cache also serves passes without amax update, such as the first of an activation recomputation
-        cached = self.weight_cache.get(gemm, backend.name)
+        cached = self.weight_cache.get(gemm, backend.name) if self.weight_cache.holds(gemm) else None
         if not isinstance(w_OI, Fp8Weight):
             return cached
         if update_amax and self.records and w_OI.spec.scaling == "delayed":

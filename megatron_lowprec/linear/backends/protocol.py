@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -61,8 +60,11 @@ class CastRequest(NamedTuple):
     codes: bool = False
 
 
-cast_request = cache(CastRequest)
-"""A ``CastRequest``, by position: one object for equal arguments, since a step makes many."""
+ROWWISE, COLUMNWISE, BOTH = (
+    (CastRequest(rowwise, columnwise, update_amax=False), CastRequest(rowwise, columnwise, update_amax=True))
+    for rowwise, columnwise in ((True, False), (False, True), (True, True))
+)
+"""Requests by direction, indexed by ``update_amax``: a layer makes six in a step."""
 
 
 class KnownAmax(NamedTuple):

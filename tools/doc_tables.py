@@ -39,7 +39,8 @@ from itertools import groupby
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser
-from megatron_lowprec.recipe.native_support import why_emulated
+from megatron_lowprec.linear.backends.table import choose
+from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.recipe.recipe import KeepBf16, Recipe
 from megatron_lowprec.recipe.registry import recipes
@@ -247,8 +248,9 @@ def _runs(name: str, gemm: GemmSpec, arch: str) -> tuple[str, str]:
     """How a GEMM runs on a device, and why not natively."""
     if not gemm.quantized:
         return "compute dtype", ""
-    reason = why_emulated(name, gemm, arch, _WIDE, _WIDE)
-    return ("native", "") if reason is None else ("emulated", reason.removesuffix(f" on {arch}"))
+    backend = choose(name, gemm, Target(arch, _WIDE, _WIDE))
+    reasons = (reason.removesuffix(f" on {arch}") for _, reason in backend.passed_over)
+    return ("native", "") if backend.multiplies_codes else ("emulated", "; ".join(reasons))
 
 
 def _transformer_engine(page: Path) -> Iterator[Row]:

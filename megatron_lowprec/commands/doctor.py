@@ -17,7 +17,8 @@ from pathlib import Path
 
 from megatron_lowprec import __version__
 from megatron_lowprec.errors import Parser, run_tool
-from megatron_lowprec.recipe.native_support import WITH_FP8, native_gemms
+from megatron_lowprec.linear.backends.table import ARCHS, native_gemms
+from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.registry import get_recipe, recipes
 from megatron_lowprec.text_tables import plain_table
@@ -48,7 +49,7 @@ def lines() -> Iterator[str]:
     here, devices = _devices()
     yield from devices
     yield ""
-    archs = list(dict.fromkeys((here, *WITH_FP8)))
+    archs = list(dict.fromkeys((here, *ARCHS)))
     heads = ["recipe", *(f"{arch} (here)" if arch == here else arch for arch in archs)]
     yield from plain_table(heads, [[name, *(runs(get_recipe(name), arch) for arch in archs)] for name in recipes()])
     yield ""
@@ -95,7 +96,7 @@ def packages() -> tuple[list[list[str]], dict[str, list[str]]]:
 def runs(recipe: Recipe, arch: str) -> str:
     """How a recipe's GEMMs run on "cpu" or a compute capability such as "sm90"; names the native ones if some are."""
     quantized = [name for name, gemm in recipe.gemms.items() if gemm.quantized]
-    native = native_gemms(recipe, arch, _WIDE, _WIDE)
+    native = native_gemms(recipe, Target(arch, _WIDE, _WIDE))
     if not quantized:
         return "compute dtype"
     if len(native) in (0, len(quantized)):

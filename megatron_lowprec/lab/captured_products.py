@@ -14,6 +14,7 @@ from megatron_lowprec.kernels.gemm.reference import gemm as reference_gemm
 from megatron_lowprec.lab.accumulator import FAST, FULL, HOPPER_CAPABILITY
 from megatron_lowprec.lab.experiment import Lab, Result, Table
 from megatron_lowprec.lab.operand_error import captures, matrix_of, prepared, product
+from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.capture_file import Capture
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
@@ -78,14 +79,14 @@ def equal_rows(capture: Capture, recipe: LinearRecipe, left_out: list[str]) -> I
     wide = prepared(capture, recipe)
     native = replace(wide, x=capture.x, w=capture.w, dy=capture.dy)
     gemms = native.linear_gemms()
-    gemms.choose_products(native.w)
+    gemms.backends.resolve(native.w)
     for name, gemm in recipe.gemms.items():
         specs = [getattr(gemm, tensor) for tensor in GEMM_OPERANDS[name]]
         if not all(
             spec is not None and FORMATS[spec.format].bits == 8 and spec.scale_format == "fp32" for spec in specs
         ):
             continue
-        if gemms.backend(name) is not gemms.native:
+        if gemms.backends.resolved.gemms[name].name != "hopper_fp8":
             left_out.append(f"{capture.linear_id.path}: {name} of {recipe.name} is emulated and left out")
             continue
         found = product(gemms, native, name, native.rng_step)[:SIZE, :SIZE].float().cpu()
@@ -117,10 +118,9 @@ def reference_outputs(capture: Capture, name: str, dtype: torch.dtype, fp32_sums
     for tensor in GEMM_OPERANDS[name]:
         matrix, rowwise = matrix_of(capture, name, tensor), SIDES[tensor][0] == name
         source = matrix if rowwise else matrix.t()
-        made, _ = gemms.emulated.quantize(
-            tensor, source, capture.rng_step, rowwise=rowwise, columnwise=not rowwise, update_amax=False, codes=True
-        )
-        parts.append(_beginning(made, rowwise))
+        request = CastRequest(rowwise, not rowwise, update_amax=False, codes=True)
+        quantized, _ = gemms.backends.resolved.gemms[name].quantize(tensor, source, capture.rng_step, request)
+        parts.append(_beginning(quantized, rowwise))
     (a, a_scale, a_block, a_format), (b, b_scale, b_block, b_format) = parts
     found = reference_gemm(
         a,
@@ -137,11 +137,12 @@ def reference_outputs(capture: Capture, name: str, dtype: torch.dtype, fp32_sums
     return found.float()
 
 
-def _beginning(made: QuantizedTensor, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int], str]:
+def _beginning(quantized: QuantizedTensor, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int], str]:
     """(values of the first SIZE rows, their decode scales, block, format) on the CPU."""
-    data, scale = made.rowwise() if rowwise else made.columnwise()
-    assert made.spec is not None
+    data, scale = quantized.rowwise() if rowwise else quantized.columnwise()
+    spec = quantized.spec
+    assert spec is not None
     assert scale is not None
-    block = block_sizes(made.spec, data)
+    block = block_sizes(spec, data)
     rows = -(-SIZE // block[0]) if scale.shape[0] > 1 else 1
-    return data[:SIZE].float().cpu(), scale[:rows].cpu(), (min(block[0], SIZE), block[1]), made.spec.format
+    return data[:SIZE].float().cpu(), scale[:rows].cpu(), (min(block[0], SIZE), block[1]), spec.format

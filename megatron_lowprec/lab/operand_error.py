@@ -19,6 +19,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.lab.experiment import Lab, Result, Table
 from megatron_lowprec.lab.lab_figures import grouped_bars
+from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.capture_file import Capture, read_capture
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, SIDES
@@ -182,13 +183,14 @@ def quantized_values(gemms: LinearGemms, gemm: str, tensor: str, matrix: torch.T
     """
     rowwise = SIDES[tensor][0] == gemm
     source = matrix if rowwise else matrix.t()
-    made, _ = gemms.emulated.quantize(tensor, source, step, rowwise=rowwise, columnwise=not rowwise, update_amax=False)
-    data, scale = made.rowwise() if rowwise else made.columnwise()
-    of_tensor = made.rowwise_tensor_scale if rowwise else made.columnwise_tensor_scale
+    request = CastRequest(rowwise, not rowwise, update_amax=False)
+    quantized, _ = gemms.backends.resolved.gemms[gemm].quantize(tensor, source, step, request)
+    data, scale = quantized.rowwise() if rowwise else quantized.columnwise()
+    of_tensor = quantized.rowwise_tensor_scale if rowwise else quantized.columnwise_tensor_scale
     values = QuantizedTensor(
-        data.shape, data.dtype, made.spec, data, scale, folded=made.folded, rowwise_tensor_scale=of_tensor
+        data.shape, data.dtype, quantized.spec, data, scale, folded=quantized.folded, rowwise_tensor_scale=of_tensor
     ).dequantize()
-    transform = gemms.emulated.transform(gemm, step)
+    transform = gemms.transforms.at(gemm, step)
     if transform is not None:  # H is symmetric, and orthogonal with its factor
         signs = transform.signs(data.device)
         values = hadamard_transform(padded(values, transform.block), torch.ones_like(signs))

@@ -80,7 +80,7 @@ def _linear_backward(
     """dx, dw and db; an empty tensor for each that is not needed."""
     linear_gemms, none = _gemms(key, weight.shape), dy.new_empty(0)
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
-        linear_gemms.choose_products(weight)
+        linear_gemms.backends.resolve(weight)
         gemms = backward_gemms(input_grad, weight_grad)
         grad = linear_gemms.grad_output(dy, _NO_DRAWS, bias=bias_grad, gemms=gemms)
         dx = linear_gemms.dgrad(grad, weight, _NO_DRAWS) if input_grad else none

@@ -19,14 +19,16 @@ from torch import nn
 
 from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.kernels.dispatch import arch_of
-from megatron_lowprec.linear.backend import COMPUTE_DTYPES
+from megatron_lowprec.linear.backends.hopper_fp8.why_not import slower_than_bf16
+from megatron_lowprec.linear.backends.protocol import COMPUTE_DTYPES
+from megatron_lowprec.linear.backends.table import Choice, choose
+from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.layer_histories import LayerGroup, check_common_step
 from megatron_lowprec.linear.layer_state import added_keys, drop_unused_state
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
 from megatron_lowprec.recipe.coverage import LinearSite, check_globs, check_no_phases, check_rules, indivisible
 from megatron_lowprec.recipe.layer_match import Layer
-from megatron_lowprec.recipe.native_support import slower_than_bf16, why_emulated
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.schema import LinearRecipe
@@ -183,7 +185,7 @@ def plan(
     used = _used_recipe(recipe, keep_bf16, layers)
     heads = _output_heads(model)
     converted, excluded = [], {}
-    gemms: dict[str, set[str]] = {}
+    gemms: dict[tuple[Choice, str], set[str]] = {}
     for layer in layers:
         weight = layer.module.weight
         assert isinstance(weight, torch.Tensor)
@@ -198,15 +200,13 @@ def plan(
             excluded[layer.path] = why
             continue
         converted.append(layer.path)
+        target = Target(arch, layer.in_features, layer.out_features, kind)
         for name, gemm in linear.gemms.items():
-            reason = why_emulated(name, gemm, arch, layer.in_features, layer.out_features, kind)
             if gemm.quantized:
-                line = f"native on {arch}" if reason is None else f"emulated on {arch} ({reason})"
-                gemms.setdefault(line, set()).add(name)
+                gemms.setdefault((choose(name, gemm, target), arch), set()).add(name)
     execution = tuple(
-        f"{', '.join(name for name in recipe.gemms if name in names)} {line}"
-        + (": the format's numerics, not its speed" if line.startswith("emulated") else "")
-        for line, names in gemms.items()
+        backend.header([name for name in recipe.gemms if name in names], arch)
+        for (backend, arch), names in gemms.items()
     )
     return Conversion(used, tuple(converted), excluded, execution)
 
@@ -363,7 +363,7 @@ def _unsuitable(recipe: LinearRecipe, layer: _Layer, arch: str) -> Exclusion | N
     found = indivisible(recipe, LinearSite(layer.number, layer.name, *sizes, "column"), partial_blocks=False)
     if found is not None:
         return Exclusion(" ".join(found), False)
-    if slower_than_bf16(recipe, arch, *sizes):
+    if slower_than_bf16(recipe, Target(arch, *sizes)):
         return Exclusion(f"slower in FP8 than in bf16 on {arch} with weights of its size", False)
     return None
 

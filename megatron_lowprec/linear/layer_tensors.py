@@ -19,8 +19,26 @@ CastFusion = Literal["source", "amax", None]
 """Fusion of a cast with the producer of x or dy: the cast computes the tensor, or the producer computes its amax."""
 
 
+class InputLayout(NamedTuple):
+    """How ``SavedForBackward`` holds x.
+
+    Attributes:
+        shape: of the layer's input.
+        spec: of the quantized x; None if x is unquantized.
+        rowwise: x holds rowwise codes: of this rank's tokens, which ranks gather in the backward pass, or of an
+            expert's, which it got as codes.
+    """
+
+    shape: torch.Size
+    spec: QuantSpec | None = None
+    rowwise: bool = False
+
+
 class SavedForBackward(NamedTuple):
-    """x and w of a linear layer for its backward pass; tensors first, for ``save_for_backward``.
+    """x and w of a linear layer for its backward pass.
+
+    A function gives ``tensors()`` to ``save_for_backward``, keeps ``layout``, and restores the value from both:
+    ``SavedForBackward(*ctx.saved_tensors, layout=ctx.layout)``.
 
     Attributes:
         weight: [O, I].
@@ -28,19 +46,13 @@ class SavedForBackward(NamedTuple):
             rank's tokens; None if the backward pass recomputes x or has no wgrad.
         x_scale: decode scale of the data; None if x is unquantized.
         weight_amax: fp32 [1], for ``LinearGemms.dgrad``.
-        x_spec: spec of the quantized x; None if x is unquantized.
-        x_shape: shape of the layer's input.
-        x_rowwise: x holds rowwise codes: of this rank's tokens, which ranks gather in the backward pass, or of an
-            expert's, which it got as codes.
     """
 
     weight: torch.Tensor
     x: torch.Tensor | None
     x_scale: torch.Tensor | None
     weight_amax: torch.Tensor | None
-    x_spec: QuantSpec | None
-    x_shape: torch.Size
-    x_rowwise: bool = False
+    layout: InputLayout
 
     @staticmethod
     def of(
@@ -52,33 +64,33 @@ class SavedForBackward(NamedTuple):
         """Saves columnwise data of the quantized x if present, else x if it is in memory."""
         if quantized.columnwise_data is not None:
             data, scale = quantized.columnwise_data, quantized.columnwise_scale
-            return SavedForBackward(weight, data, scale, weight_amax, quantized.spec, x.shape)
+            return SavedForBackward(weight, data, scale, weight_amax, InputLayout(x.shape, quantized.spec))
         in_memory = x if isinstance(x, torch.Tensor) else None
-        return SavedForBackward(weight, in_memory, None, weight_amax, None, x.shape)
+        return SavedForBackward(weight, in_memory, None, weight_amax, InputLayout(x.shape))
 
     def with_codes(self, codes: QuantizedTensor) -> SavedForBackward:
         """Saves the rowwise codes of this rank's tokens in place of x."""
-        return self._replace(x=codes.rowwise_data, x_scale=codes.rowwise_scale, x_spec=codes.spec, x_rowwise=True)
+        layout = InputLayout(self.layout.shape, codes.spec, rowwise=True)
+        return SavedForBackward(self.weight, codes.rowwise_data, codes.rowwise_scale, self.weight_amax, layout)
 
     def without_input(self) -> SavedForBackward:
         """For a layer whose backward pass recomputes x, or whose frozen weight has no wgrad."""
-        return self._replace(x=None, x_scale=None)
+        return SavedForBackward(self.weight, None, None, self.weight_amax, self.layout)
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """The first four fields."""
-        return self[:4]
+        """All fields but ``layout``, in order."""
+        return self.weight, self.x, self.x_scale, self.weight_amax
 
     def input(self) -> torch.Tensor | QuantizedTensor:
         """x [T, I] for ``LinearGemms.wgrad``."""
         assert self.x is not None
-        if self.x_spec is None:
+        shape, spec, rowwise = self.layout
+        if spec is None:
             return self.x.reshape(-1, self.x.shape[-1])
-        if self.x_rowwise:
-            return QuantizedTensor(self.x.shape, self.weight.dtype, self.x_spec, self.x, self.x_scale)
-        shape = torch.Size((self.x_shape[:-1].numel(), self.x_shape[-1]))
-        return QuantizedTensor(
-            shape, self.weight.dtype, self.x_spec, columnwise_data=self.x, columnwise_scale=self.x_scale
-        )
+        if rowwise:
+            return QuantizedTensor(self.x.shape, self.weight.dtype, spec, self.x, self.x_scale)
+        tokens = torch.Size((shape[:-1].numel(), shape[-1]))
+        return QuantizedTensor(tokens, self.weight.dtype, spec, columnwise_data=self.x, columnwise_scale=self.x_scale)
 
 
 class CachedInput(NamedTuple):

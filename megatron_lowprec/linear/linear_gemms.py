@@ -7,12 +7,18 @@ from typing import Any
 import torch
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.kernels.dispatch import arch_of
-from megatron_lowprec.linear.backend import GemmBackend, check_dtype
-from megatron_lowprec.linear.emulated_gemms import EmulatedGemms
+from megatron_lowprec.linear.backends.protocol import (
+    BOTH,
+    COLUMNWISE,
+    ROWWISE,
+    CastRequest,
+    GemmBackend,
+    KnownAmax,
+    LayerContext,
+)
+from megatron_lowprec.linear.backends.resolved import LayerBackends
 from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward, in_memory, transposes
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax, LinearId
-from megatron_lowprec.linear.native_gemms import NativeGemms
 from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
 from megatron_lowprec.quantization.amax_history import AmaxHistory, add_tensors
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
@@ -21,7 +27,6 @@ from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.transform import Transforms
 from megatron_lowprec.recipe.coverage import weight_serves_microbatches, with_current_scales
-from megatron_lowprec.recipe.native_support import native_gemms
 from megatron_lowprec.recipe.schema import HistorySpec, LinearRecipe
 
 Gather = Callable[[QuantizedTensor], QuantizedTensor]
@@ -45,7 +50,7 @@ class LinearGemms:
             ``weight_cache.clear``; costs a copy of the weight for each such GEMM.
         histories: tensor -> its amax history and slot, of at least the recipe's tensors; None to make them.
         emulate: multiply in the compute dtype even if the device has FP8 GEMMs.
-        emulate_accumulator: as ``EmulatedGemms``.
+        emulate_accumulator: as ``LayerContext``.
         gathers: the tensor, "input" or "grad_output", that ranks with parts of its tokens gather as FP8 codes;
             ``why_not_gathered`` must have no reason. None if each rank is given all tokens.
         reads: histories of another instance, to which nothing is recorded.
@@ -54,7 +59,8 @@ class LinearGemms:
         records: whether passes may record amaxes.
         main_grad_is_zero: lets the next ``wgrad`` overwrite ``accumulate_into``; ``wgrad`` resets it.
         weight_cache: weights of this step; empty without ``cache_weights``.
-        emulated, native: the backends.
+        transforms: Hadamard transforms of the GEMMs.
+        backends: of the GEMMs; ``backends.resolve(weight)`` comes before the first pass.
     """
 
     def __init__(
@@ -73,25 +79,21 @@ class LinearGemms:
     ) -> None:
         self.recipe, self.linear_id, self.gathers = recipe, linear_id, gathers
         self.main_grad_is_zero = False
-        self.records, self._emulate, self._unrecorded = reads is None, emulate, dict[frozenset[str], LinearGemms]()
+        self.records, self._unrecorded = reads is None, dict[frozenset[str], LinearGemms]()
         fixed: dict[str, Any] = {"linear_id": linear_id, "seed": seed, "reduce_amax": reduce_amax, "emulate": emulate}
         self._with: Callable[..., LinearGemms] = partial(LinearGemms, history_of=AmaxHistory, **fixed)
+        self._fp8_sums = emulate_accumulator
         cached = [name for name, gemm in recipe.gemms.items() if weight_serves_microbatches(gemm)]
         self.weight_cache = QuantizedWeightCache(cached if cache_weights else ())
-        self._chosen_for: tuple[torch.device, torch.dtype] | None = None
-        self._native_names: frozenset[str] = frozenset()
         given = histories if reads is None else reads
         self.histories = add_tensors(recipe.delayed_operands(), history_of) if given is None else dict(given)
         layer_amax = LayerAmax(linear_id, self.histories, reduce_amax, records=reads is None)
-        transforms = Transforms(
+        self.transforms = Transforms(
             {name: gemm.hadamard for name, gemm in recipe.gemms.items()}, linear_id.sign_streams(seed)
         )
         rounding = linear_id.rounding_streams(seed)
-        self.emulated = EmulatedGemms(recipe, rounding, transforms, layer_amax, emulate_accumulator)
-        self.native = NativeGemms(recipe, layer_amax)
-        specs = {name: [getattr(recipe.gemms[gemm], name) for gemm in gemms] for name, gemms in SIDES.items()}
-        self._specs = {name: by_row for name, (by_row, _) in specs.items()}
-        self._one_spec = {name: by_row == by_column for name, (by_row, by_column) in specs.items()}
+        context = LayerContext(recipe, rounding, self.transforms, layer_amax, emulate_accumulator)
+        self.backends = LayerBackends(context, emulate)
 
     def under(self, recipe: LinearRecipe) -> "LinearGemms":
         """The layer under another recipe; amax histories start empty."""
@@ -100,8 +102,8 @@ class LinearGemms:
     def unrecorded(self, current: frozenset[str] = frozenset()) -> "LinearGemms":
         """The layer for passes that record no amax and gather no codes; tensors in ``current`` get current scales."""
         if current not in self._unrecorded:
-            recipe, fp8_sums = with_current_scales(self.recipe, current), bool(self.emulated.products)
-            self._unrecorded[current] = self._with(recipe, emulate_accumulator=fp8_sums, reads=self.histories)
+            recipe = with_current_scales(self.recipe, current)
+            self._unrecorded[current] = self._with(recipe, emulate_accumulator=self._fp8_sums, reads=self.histories)
         return self._unrecorded[current]
 
     def supported_fusion(self, tensor: str, matrix: torch.Tensor) -> CastFusion:
@@ -110,17 +112,13 @@ class LinearGemms:
         "source" if the scale is known and one cast gives both directions, so the cast may compute the tensor; "amax"
         if the cast needs the tensor's amax first; else None.
         """
-        spec = self._specs[tensor]
-        if not self._native_for(matrix).issuperset(SIDES[tensor]) or not self._one_spec[tensor]:
-            return None
-        if spec.granularity != "tensor":
-            return None
-        return "source" if spec.scaling == "delayed" else "amax"
+        backend = self.backends.of(matrix).one_cast[tensor]
+        return None if backend is None else backend.supported_fusion(tensor)
 
     def accepts_split_input(self, matrix: torch.Tensor) -> bool:
         """Whether dy of the size and dtype of ``matrix`` may be a ``CastPrologue`` of several tensors in memory."""
-        native = self._native_for(matrix).issuperset(SIDES["grad_output"])
-        return native and self._one_spec["grad_output"] and self._specs["grad_output"].granularity != "row"
+        backend = self.backends.of(matrix).one_cast["grad_output"]
+        return backend is not None and backend.accepts_split_input("grad_output")
 
     def fprop(
         self, x_TI: torch.Tensor, w_OI: torch.Tensor, rng_step: RngStep, update_amax: bool = True
@@ -142,47 +140,40 @@ class LinearGemms:
     ) -> tuple[torch.Tensor, SavedForBackward]:
         """``fprop`` plus a bias, and the tensors saved for backward.
 
-        A native GEMM adds the bias before it rounds to bf16; others round twice, as Megatron-core's layers do.
+        A native backend adds the bias before it rounds to bf16; others round twice, as Megatron-core's layers do.
 
         Args:
             x_TI: a computed prologue only if ``supported_fusion`` is "source"; a quantized one from ``quantize_input``,
                 or codes of ``quantize_tokens``, which are saved.
-            save_input: quantize x for wgrad from the same read, if both GEMMs are native.
+            save_input: quantize x for wgrad from the same read, where one backend runs both GEMMs and fuses that.
             amax: fp32 [1] of this rank's part of x, if known.
             layer_input: [..., I], saved in place of x: before flattening or gathering.
             gather: if ``gathers`` is "input": x_TI has this rank's tokens; their codes are gathered and saved.
         """
-        self.choose_products(w_OI)
-        native = self._native_for(x_TI)
-        backend = self._backend("fprop", native)
+        self.backends.resolve(w_OI)
+        backends = self.backends.of(x_TI)
+        backend = backends.gemms["fprop"]
         if isinstance(x_TI, QuantizedTensor):
             x = x_TI
         else:
-            both = save_input and native.issuperset(SIDES["input"]) and self._one_spec["input"]
-            x, _ = backend.quantize(
-                "input",
-                x_TI,
-                rng_step,
-                rowwise=True,
-                columnwise=both,
-                update_amax=update_amax,
-                local_amax=amax,
-                codes=gather is not None,
-            )
+            cast = backends.one_cast["input"] if save_input else None
+            both = cast is not None and cast.fuses_directions("input", x_TI, rng_step)
+            request = (BOTH if both else ROWWISE)[update_amax]
+            request = request if gather is None else request._replace(codes=True)
+            x, _ = backend.quantize("input", x_TI, rng_step, request, None if amax is None else KnownAmax(amax))
         codes = None
         if gather is not None or (isinstance(x_TI, QuantizedTensor) and x.columnwise_data is None):
             codes, x = x, self._from_codes("input", x if gather is None else gather(x), columnwise=False)
-        weight_amax = None
-        if save_input and "fprop" in native and not self.weight_cache.holds("fprop"):
-            weight_amax = None if isinstance(w_OI, Fp8Weight) else self.native.weight_amax(w_OI)
-        w = self._stored_weight("fprop", w_OI, native, update_amax)
+        w, weight_amax = self._stored_weight("fprop", w_OI, backend, update_amax), None
+        if save_input and w is None and backend.fuses_producer and not self.weight_cache.holds("fprop"):
+            weight_amax = backend.weight_amax(w_OI)
         if w is None:
-            both = self._caches_both_directions(native, update_amax)
-            w, _ = backend.quantize(
-                "weight", w_OI, rng_step, rowwise=True, columnwise=both, update_amax=update_amax, amax=weight_amax
-            )
+            both = update_amax and backends.one_cast["weight"] is not None and self._caches_both(w_OI, rng_step)
+            request = (BOTH if both else ROWWISE)[update_amax]
+            known = None if weight_amax is None else KnownAmax(weight_amax, reduced=True)
+            w, _ = backend.quantize("weight", w_OI, rng_step, request, known)
             if update_amax:
-                self.weight_cache.put("fprop", native, w)
+                self.weight_cache.put("fprop", backend.name, w)
         y = backend.gemm("fprop", x, w, x_TI.dtype, bias=bias_O)
         saved = SavedForBackward.of(w_OI, x_TI if layer_input is None else layer_input, x, weight_amax)
         return y, saved if codes is None else saved.with_codes(codes)
@@ -195,9 +186,9 @@ class LinearGemms:
         Only if ``why_not_dispatched`` has no reason: a token's codes then depend only on the token. ``forward`` takes
         those of x, ``dispatched_grad_output`` those of dy.
         """
-        self.choose_products(w_OI)
-        backend = self._backend(SIDES[tensor][0], self._native_for(tokens))
-        return backend.quantize(tensor, tokens, rng_step, rowwise=True, columnwise=False, codes=True)[0]
+        self.backends.resolve(w_OI)
+        backend = self.backends.of(tokens).gemms[SIDES[tensor][0]]
+        return backend.quantize(tensor, tokens, rng_step, CastRequest(True, False, codes=True))[0]
 
     def dispatched_grad_output(self, codes: QuantizedTensor) -> GradOutput:
         """dy for ``dgrad``, which takes the codes of ``quantize_tokens``, and ``wgrad``, which dequantizes them."""
@@ -205,8 +196,8 @@ class LinearGemms:
 
     def quantize_input(self, x_TI: CastPrologue, rng_step: RngStep) -> QuantizedTensor:
         """x for ``forward``, in both directions unless it is gathered; only if ``supported_fusion`` is "source"."""
-        columnwise = self.gathers != "input"
-        return self.native.quantize("input", x_TI, rng_step, rowwise=True, columnwise=columnwise)[0]
+        request = CastRequest(True, self.gathers != "input")
+        return self.backends.resolved.gemms["fprop"].quantize("input", x_TI, rng_step, request)[0]
 
     def grad_output(
         self,
@@ -229,29 +220,24 @@ class LinearGemms:
             update_amax: the same as in ``forward``, also for ``dgrad`` and ``wgrad``.
             gemms: those that follow; dy in memory is not quantized for others.
         """
-        native, one_spec = self._native_for(dy_TO), self._one_spec["grad_output"]
-        if isinstance(dy_TO, torch.Tensor):
-            native = native.intersection(gemms)
+        backends = self.backends.of(dy_TO)
+        backend = backends.gemms["dgrad"]
         if shard:
-            codes, db = self._backend("dgrad", native).quantize(
-                "grad_output", dy_TO, rng_step, rowwise=True, columnwise=False, sums=bias, codes=True
-            )
+            request = CastRequest(True, False, sums=bias, codes=True)
+            codes, db = backend.quantize("grad_output", dy_TO, rng_step, request)
             return GradOutput(dy_TO if isinstance(dy_TO, torch.Tensor) else dy_TO.like, codes, db)
+        if not isinstance(dy_TO, torch.Tensor):
+            gemms = SIDES["grad_output"]
         quantized = db = None
-        if "dgrad" in native or "wgrad" in native:
-            rowwise, wgrad = "dgrad" in native, "wgrad" in native
-            quantized, db = self.native.quantize(
-                "grad_output",
-                dy_TO,
-                rng_step,
-                rowwise=rowwise,
-                columnwise=wgrad and (one_spec or not rowwise),
-                update_amax=update_amax,
-                local_amax=amax,
-                sums=bias,
-            )
-        elif one_spec and len(gemms) == 2 and self.emulated.fuses_both_directions("grad_output", dy_TO, rng_step):
-            quantized, _ = self.emulated.quantize("grad_output", dy_TO, rng_step, rowwise=True, columnwise=True)
+        cast = backends.one_cast["grad_output"] if len(gemms) == 2 else None
+        both = cast is not None and cast.fuses_directions("grad_output", dy_TO, rng_step)
+        rowwise, columnwise = both or ("dgrad" in gemms and backend.fuses_producer), both
+        if not rowwise and "wgrad" in gemms and backends.gemms["wgrad"].fuses_producer:
+            backend, columnwise = backends.gemms["wgrad"], True
+        if rowwise or columnwise:
+            request = CastRequest(rowwise, columnwise, update_amax, bias)
+            known = None if amax is None else KnownAmax(amax)
+            quantized, db = backend.quantize("grad_output", dy_TO, rng_step, request, known)
         if isinstance(dy_TO, torch.Tensor):
             matrix = dy_TO
         elif quantized is not None and quantized.rowwise_data is not None and quantized.columnwise_data is not None:
@@ -279,20 +265,18 @@ class LinearGemms:
     ) -> torch.Tensor:
         """``dx_TI = dy_TO @ w_OI`` in the dtype of dy; ``weight_amax`` of ``SavedForBackward``."""
         dy = dy if isinstance(dy, GradOutput) else GradOutput(dy)
-        native, quantized = self._native_for(dy.matrix), dy.quantized
-        backend = self._backend("dgrad", native)
+        backends, quantized = self.backends.of(dy.matrix), dy.quantized
+        backend = backends.gemms["dgrad"]
         if quantized is None or quantized.rowwise_data is None:
-            quantized, _ = backend.quantize(
-                "grad_output", dy.matrix, rng_step, rowwise=True, columnwise=False, update_amax=dy.update_amax
-            )
-        w = self._stored_weight("dgrad", w_OI, native, dy.update_amax)
+            quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, ROWWISE[dy.update_amax])
+        w = self._stored_weight("dgrad", w_OI, backend, dy.update_amax)
         if w is None:
-            both = self._caches_both_directions(native, dy.update_amax)
-            w, _ = backend.quantize(
-                "weight", w_OI, rng_step, rowwise=both, columnwise=True, update_amax=dy.update_amax, amax=weight_amax
-            )
+            both = dy.update_amax and backends.one_cast["weight"] is not None and self._caches_both(w_OI, rng_step)
+            request = (BOTH if both else COLUMNWISE)[dy.update_amax]
+            known = None if weight_amax is None else KnownAmax(weight_amax, reduced=True)
+            w, _ = backend.quantize("weight", w_OI, rng_step, request, known)
             if dy.update_amax:
-                self.weight_cache.put("dgrad", native, w)
+                self.weight_cache.put("dgrad", backend.name, w)
         return backend.gemm("dgrad", quantized, w, dy.matrix.dtype)
 
     def wgrad(
@@ -302,7 +286,6 @@ class LinearGemms:
         rng_step: RngStep,
         accumulate_into: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
-        restored: bool = False,
     ) -> torch.Tensor:
         """``dw_OI = dy_TO.T @ x_TI`` in the dtype of dy, or added in fp32 to ``accumulate_into``, which is returned.
 
@@ -310,25 +293,19 @@ class LinearGemms:
             x: x_TI, or the result of ``SavedForBackward.input``; a computed prologue only if ``supported_fusion`` is
                 "source". Rowwise codes with scales along features are dequantized and quantized along tokens.
             amax: the same as in ``forward``.
-            restored: x is decoded from a ``CachedInput``; its amax is not recorded if fprop recorded its source's.
         """
         dy = dy if isinstance(dy, GradOutput) else GradOutput(dy)
-        native, quantized = self._native_for(dy.matrix), dy.quantized
-        backend = self._backend("wgrad", native)
+        backend, quantized = self.backends.of(dy.matrix).gemms["wgrad"], dy.quantized
         if isinstance(x, QuantizedTensor) and not transposes(x):
             x = x.dequantize(x.dtype)
         if isinstance(x, QuantizedTensor):
             x = x if x.columnwise_data is not None else self._from_codes("input", x, columnwise=True)
         else:
-            # a native fprop by the same spec has recorded the amax
-            update_amax = dy.update_amax and (not (restored or "wgrad" in native) or not self._one_spec["input"])
-            x, _ = backend.quantize(
-                "input", x, rng_step, rowwise=False, columnwise=True, update_amax=update_amax, local_amax=amax
-            )
+            # fprop by the same spec has recorded the amax
+            request = COLUMNWISE[dy.update_amax and not self.backends.one_spec["input"]]
+            x, _ = backend.quantize("input", x, rng_step, request, None if amax is None else KnownAmax(amax))
         if quantized is None or quantized.columnwise_data is None:
-            quantized, _ = backend.quantize(
-                "grad_output", dy.matrix, rng_step, rowwise=False, columnwise=True, update_amax=dy.update_amax
-            )
+            quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, COLUMNWISE[dy.update_amax])
         overwrite = accumulate_into is not None and self.main_grad_is_zero
         if overwrite:
             self.main_grad_is_zero = False
@@ -336,47 +313,26 @@ class LinearGemms:
             "wgrad", quantized, x, dy.matrix.dtype, accumulate_into=accumulate_into, overwrite=overwrite
         )
 
-    def choose_products(self, w_OI: torch.Tensor) -> None:
-        """Select the GEMMs that run on FP8 tensor cores, once for a device and dtype; UserError for fp16 and fp64."""
-        key = (w_OI.device, w_OI.dtype)
-        if self._chosen_for != key:
-            check_dtype(self.recipe, w_OI.dtype, self.linear_id.path)
-            self._chosen_for, self._native_names = key, frozenset()
-            if w_OI.dtype == torch.bfloat16 and not self._emulate:
-                self._native_names = native_gemms(self.recipe, arch_of(w_OI.device), w_OI.shape[1], w_OI.shape[0])
-
-    def _native_for(self, tokens: torch.Tensor | CastPrologue | QuantizedTensor) -> frozenset[str]:
-        """The GEMMs that run on FP8 tensor cores; none for an expert without tokens."""
-        return self._native_names if tokens.shape[0] else frozenset()
-
-    def backend(self, gemm: str) -> GemmBackend:
-        """The backend of a GEMM, as ``choose_products`` selected."""
-        return self._backend(gemm, self._native_names)
-
-    def _backend(self, gemm: str, native: frozenset[str]) -> GemmBackend:
-        return self.native if gemm in native else self.emulated
-
     def _from_codes(
         self, tensor: str, codes: QuantizedTensor, *, columnwise: bool, into: QuantizedTensor | None = None
     ) -> QuantizedTensor:
         """Rowwise codes [T, K] as the operand of one GEMM of a tensor; added to ``into`` if given."""
         into = QuantizedTensor(codes.shape, codes.dtype, codes.spec) if into is None else into
-        backend = self._backend(SIDES[tensor][columnwise], self._native_for(codes))
-        made = backend.from_codes(codes, columnwise=columnwise)
+        backend = self.backends.of(codes).gemms[SIDES[tensor][columnwise]]
+        found = backend.from_codes(codes, columnwise=columnwise)
         if columnwise:
-            into.columnwise_data, into.columnwise_scale = made
+            into.columnwise_data, into.columnwise_scale = found
         else:
-            into.rowwise_data, into.rowwise_scale = made
-        into.folded = made[1] is None
+            into.rowwise_data, into.rowwise_scale = found
+        into.folded = found[1] is None
         return into
 
     def _stored_weight(
-        self, gemm: str, w_OI: torch.Tensor, native: frozenset[str], update_amax: bool
+        self, gemm: str, w_OI: torch.Tensor, backend: GemmBackend, update_amax: bool
     ) -> QuantizedTensor | None:
         """Weight of fprop (rowwise) or dgrad (columnwise) from the cache or an FP8 primary weight; else None."""
         # the cache also serves passes without amax update, such as the first of an activation recomputation
-        is_native, holds = gemm in native, self.weight_cache.holds(gemm)
-        cached = self.weight_cache.get(gemm, is_native) if holds else None
+        cached = self.weight_cache.get(gemm, backend.name) if self.weight_cache.holds(gemm) else None
         if not isinstance(w_OI, Fp8Weight):
             return cached
         if update_amax and self.records and w_OI.spec.scaling == "delayed":
@@ -384,13 +340,13 @@ class LinearGemms:
             history.update_amax(slot, w_OI.main_amax)
         if cached is not None and update_amax:
             return cached
-        on_grid = gemm in self.emulated.products
-        weight = w_OI.quantized(columnwise=gemm == "dgrad", codes=is_native, on_grid=on_grid)
-        if is_native and gemm == "dgrad" and update_amax:  # a transposed copy; others alias the codes or are cheap
-            self.weight_cache.put(gemm, native, weight)
+        weight = backend.primary_weight(gemm, w_OI)
+        if gemm in backend.caches_primary and update_amax:
+            self.weight_cache.put(gemm, backend.name, weight)
         return weight
 
-    def _caches_both_directions(self, native: frozenset[str], update_amax: bool) -> bool:
-        """Whether one cast quantizes the weight for fprop and dgrad, both cached."""
-        caches = update_amax and all(map(self.weight_cache.holds, SIDES["weight"]))
-        return caches and native.issuperset(SIDES["weight"]) and self._one_spec["weight"]
+    def _caches_both(self, w_OI: torch.Tensor, rng_step: RngStep) -> bool:
+        """Whether the backend's one cast quantizes the weight for fprop and dgrad, both cached."""
+        backend = self.backends.resolved.one_cast["weight"]
+        assert backend is not None
+        return all(map(self.weight_cache.holds, SIDES["weight"])) and backend.fuses_directions("weight", w_OI, rng_step)

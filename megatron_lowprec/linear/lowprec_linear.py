@@ -44,12 +44,12 @@ class _LinearFunction(torch.autograd.Function):
             y, saved = linear_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=ctx.needs_input_grad[1])
         saved = saved if ctx.needs_input_grad[1] else saved.without_input()
         ctx.save_for_backward(*saved.tensors())
-        ctx.linear_gemms, ctx.rng_step, ctx.update_amax, ctx.plain = linear_gemms, rng_step, update_amax, saved[4:]
+        ctx.linear_gemms, ctx.rng_step, ctx.update_amax, ctx.layout = linear_gemms, rng_step, update_amax, saved.layout
         return y
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        saved, linear_gemms = SavedForBackward(*ctx.saved_tensors, *ctx.plain), ctx.linear_gemms
+        saved, linear_gemms = SavedForBackward(*ctx.saved_tensors, layout=ctx.layout), ctx.linear_gemms
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         with _without_autocast(dy):
             gemms = backward_gemms(needs_x, needs_w)

@@ -14,6 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from megatron_lowprec.comm.maximum import maximum_over
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.dispatch import arch_of, has_mx_kernel, have_triton
+from megatron_lowprec.linear.backends.emulated.why_not import check_accumulator, fast_gemms
+from megatron_lowprec.linear.backends.table import Choice, choose
+from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.activation_cache import bind_activations
 from megatron_lowprec.mcore.collectives import reduce_over_holders
@@ -42,7 +45,6 @@ from megatron_lowprec.recipe.coverage import (
 )
 from megatron_lowprec.recipe.explain import describe_phases
 from megatron_lowprec.recipe.layer_match import Layer, numbering_notes
-from megatron_lowprec.recipe.native_support import check_accumulator, fast_gemms, why_emulated
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.runtime_options import RuntimeOptions
@@ -71,7 +73,7 @@ class RecipeRuntime:
         transformer_layers: those that ``bind_layer`` bound.
         grouped: experts of the layers bound so far that run together.
         kept: paths of layers that the recipe leaves in the compute dtype.
-        emulated: reason -> the GEMMs, of all layers or of one, that are emulated for it.
+        backends: choice of a backend -> the quantized GEMMs of all layers, or of single layers, that it runs.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class RecipeRuntime:
             check_fp8_gather(recipe, parallel_state.get_pipeline_model_parallel_world_size())
         self.dispatch = Fp8Dispatch(recipe) if fp8_dispatch else None
         self.kept, self.rerun_in_bf16 = list[str](), list[str]()
-        self.emulated: dict[str, list[str]] = {}
+        self.backends: dict[Choice, list[str]] = {}
         self.recomputes_gelu: bool | None = None
         self.notes: list[str] = []
         self.layers, self.grouped = list[LinearGemms](), list[LowPrecGroupedMLP]()
@@ -166,22 +168,21 @@ class RecipeRuntime:
         site = site_of(module, layer_number, name)
         check_activations(recipe, [site], tp_group.size())
         check_site(linear, site, tp_group.size())
-        self._note_emulated(module, name, layer_number)
+        self._note_backends(module, name, layer_number)
         self.layers.append(module.linear_gemms)
         module.accumulates_in_fp32 = self._accumulate_wgrad
 
-    def _note_emulated(self, module: LowPrecLinearMixin, name: str, layer_number: int) -> None:
-        """Record which of a layer's GEMMs are emulated, and why: one header line for each reason."""
+    def _note_backends(self, module: LowPrecLinearMixin, name: str, layer_number: int) -> None:
+        """Record which backends run a layer's GEMMs, and why: one header line for each choice."""
         out_features, in_features = module.weight.shape
-        arch, dtype = arch_of(self.device), str(module.weight.dtype).removeprefix("torch.")
+        target = Target(arch_of(self.device), dtype=str(module.weight.dtype).removeprefix("torch."))
+        sized = target._replace(in_features=in_features, out_features=out_features)
         for gemm, spec in module.bound_gemms.recipe.gemms.items():
-            if not spec.quantized:
-                continue
-            everywhere = "asked" if self._emulate else why_emulated(gemm, spec, arch, dtype=dtype)
-            here = why_emulated(gemm, spec, arch, in_features, out_features, dtype)
-            reason, where = (everywhere, gemm) if everywhere else (here, f"layers.{layer_number}.{name}.{gemm}")
-            if reason is not None and where not in self.emulated.setdefault(reason, []):
-                self.emulated[reason].append(where)
+            if spec.quantized:
+                here = choose(gemm, spec, sized, self._emulate)
+                usual = here == choose(gemm, spec, target, self._emulate)
+                names = self.backends.setdefault(here, [])
+                names += {gemm if usual else f"layers.{layer_number}.{name}.{gemm}"}.difference(names)
 
     def enter_phase(self, step: int) -> list[str]:
         """Enter the recipe's phase of a step, before the step begins; returns the header lines that it changes.
@@ -197,7 +198,7 @@ class RecipeRuntime:
         dropped = self.recipe.delayed_operands().keys() - now.delayed_operands()
         for history, slot in (bound.histories[tensor] for bound in self._bound.values() for tensor in dropped):
             history.load_state(slot, None)
-        for collected in (self.layers, self.kept, self.rerun_in_bf16, self.emulated):
+        for collected in (self.layers, self.kept, self.rerun_in_bf16, self.backends):
             collected.clear()
         for module, bound in self._bound.items():
             self.bind_linear(module, bound.layer_number, bound.name, bound.expert)
@@ -295,33 +296,25 @@ class RecipeRuntime:
         return self._histories.setdefault((remembered, expert), AmaxHistory(remembered, self.device))
 
     def gemms(self) -> dict[str, str]:
-        """GEMM -> not quantized, native, or emulated and why, on this stage; ignores exceptions of single layers."""
-        emulated = {gemm: reason for reason, gemms in self.emulated.items() for gemm in gemms}
-        quantized = {name for layer in self.layers for name, gemm in layer.recipe.gemms.items() if gemm.quantized}
-
-        def how(name: str) -> str:
-            if name not in quantized:
-                return "not quantized"
-            return f"emulated: {emulated[name]}" if name in emulated else f"native on {arch_of(self.device)}"
-
-        return {name: how(name) for name in self.recipe.gemms}
+        """GEMM -> its backend on this stage and why, or "not quantized"; ignores exceptions of single layers."""
+        found = dict.fromkeys(self.recipe.gemms, "not quantized")
+        for backend, names in self.backends.items():
+            for name in names:
+                gemm = name.split(".")[-1]
+                if gemm == name or found[gemm] == "not quantized":
+                    found[gemm] = backend.describe(arch_of(self.device))
+        return found
 
     def header(self) -> list[str]:
         """Header lines that describe how the recipe runs."""
         lines = [f"recipe {self.recipe.name}: {self.recipe.summary}"]
         lines += describe_phases(self.recipe, self._progress)
-        native = [name for name, runs in self.gemms().items() if runs.startswith("native")]
-        if native:
-            lines.append(f"{', '.join(native)} native on {arch_of(self.device)}")
-        for reason, names in self.emulated.items():
-            lines.append(
-                f"{', '.join(names)} emulated on {self.device.type} ({reason}): the format's numerics, not its speed"
-            )
+        lines += [backend.header(names, arch_of(self.device)) for backend, names in self.backends.items()]
         specs = [spec for _, spec in self.recipe.specs()]
         operands = [quant for gemm in specs for quant in (gemm.input, gemm.weight, gemm.grad_output) if quant]
         if any(has_mx_kernel(self.device.type, quant.block, quant.scale_format) for quant in operands):
             lines.append("MX operands by fused kernels: the first step compiles and tunes them, once a machine")
-        elif native:
+        elif any(backend.multiplies_codes for backend in self.backends):
             lines.append("FP8 operands by fused casts: the first step compiles and tunes them, once a machine")
         by = "fused kernels" if self.device.type == "cuda" and have_triton() else "torch and Megatron-core"
         lines.append(f"norms, GELU, dropout, biases and loss by {by}")

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+from megatron_lowprec.linear.backends.table import Choice, choose, choose_without_gpu
+from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.coverage import LinearSite, TensorRanks, ranks_of
 from megatron_lowprec.recipe.layer_match import Progress, numbering_notes
-from megatron_lowprec.recipe.native_support import why_emulated, why_emulated_without_gpu
 from megatron_lowprec.recipe.recipe import Phase, Recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, HadamardSpec, QuantSpec
 
@@ -35,12 +36,12 @@ def describe_operand(quant: QuantSpec | None) -> str:
     return ", ".join(parts)
 
 
-def describe_gemm(name: str, gemm: GemmSpec, reason: str | None, emulate_accumulator: bool = False) -> list[str]:
+def describe_gemm(name: str, gemm: GemmSpec, backend: Choice, emulate_accumulator: bool = False) -> list[str]:
     """Lines for one GEMM: its execution, its transform, and a line per operand.
 
     Args:
         name: fprop, dgrad or wgrad.
-        reason: for emulating it; None if it runs natively.
+        backend: that runs it.
         emulate_accumulator: an emulated GEMM accumulates as fast as its spec allows.
     """
     if not gemm.quantized:
@@ -51,10 +52,10 @@ def describe_gemm(name: str, gemm: GemmSpec, reason: str | None, emulate_accumul
     for quant in (getattr(gemm, first), getattr(gemm, second)):
         alpha /= quant.headroom if quant is not None else 1.0
     scaled = f", accumulator x {alpha:.6g}" if alpha != 1.0 else ""
-    runs = "native" if reason is None else f"emulated ({reason})"
-    fast = gemm.fast_accumulation and (reason is None or emulate_accumulator)
+    fast = gemm.fast_accumulation and (backend.multiplies_codes or emulate_accumulator)
     accumulation = "fast" if fast else "fp32"
-    lines = [f"{name}  {runs}, contracts {_CONTRACTED[name]}, {transform}, {accumulation} accumulation{scaled}"]
+    runs = f"{backend.describe()}, contracts {_CONTRACTED[name]}"
+    lines = [f"{name}  {runs}, {transform}, {accumulation} accumulation{scaled}"]
     return lines + [f"         {operand:<11} {describe_operand(getattr(gemm, operand))}" for operand in (first, second)]
 
 
@@ -140,28 +141,26 @@ def explain(
     """Text for every linear layer: its three GEMMs, and each operand's format, scales, rounding and transform.
 
     Layers with the same GEMMs are shown once, under their names, sizes and the ranges of their numbers. On "cpu" a GEMM
-    says which GPUs run it natively. Each phase of the recipe has such a part.
+    says which GPUs run it on a native backend. Each phase of the recipe has such a part.
 
     Args:
         sites: the model's linear layers, in order.
         num_layers: transformer layers over all pipeline stages.
-        arch: "cpu", or a GPU's compute capability as "sm90", which selects native or emulated GEMMs.
+        arch: "cpu", or a GPU's compute capability as "sm90", which selects the backends.
         rerun_in_bf16: globs of single GEMMs that run unquantized.
         emulate_accumulator: emulated GEMMs accumulate as fast as their specs allow.
         tensor_ranks: ranks that shard each layer, or those of each.
         dtype: of the model's weights.
-        emulate: no GEMM runs natively (--emulate).
+        emulate: no native backend (--emulate).
         train_iters: steps of the run, if known.
     """
     lines = [f"recipe {recipe.name}: {recipe.summary}", f"source {recipe.source}" if recipe.source else "", ""]
 
-    def why(name: str, gemm: GemmSpec, site: LinearSite) -> str | None:
-        sizes = site.sizes_on_rank(ranks_of(site, tensor_ranks))
-        if emulate and gemm.quantized:
-            return "asked"
-        if arch == "cpu":
-            return why_emulated_without_gpu(name, gemm, *sizes, dtype)
-        return why_emulated(name, gemm, arch, *sizes, dtype)
+    def backend_of(name: str, gemm: GemmSpec, site: LinearSite) -> Choice:
+        target = Target(arch, *site.sizes_on_rank(ranks_of(site, tensor_ranks)), dtype)
+        if arch == "cpu" and not emulate:
+            return choose_without_gpu(name, gemm, target)
+        return choose(name, gemm, target, emulate)
 
     used = recipe.in_bf16(rerun_in_bf16)
     by_name = sorted(sites, key=lambda site: [s.name for s in sites].index(site.name))
@@ -173,8 +172,8 @@ def explain(
             linear = now.at(site.layer(num_layers))
             if linear.quantized:
                 for name, gemm in linear.gemms.items():
-                    reason = why(name, gemm, site)
-                    gemms += ["  " + line for line in describe_gemm(name, gemm, reason, emulate_accumulator)]
+                    backend = backend_of(name, gemm, site)
+                    gemms += ["  " + line for line in describe_gemm(name, gemm, backend, emulate_accumulator)]
             heading = site.name, site.in_features, site.out_features
             layers_of.setdefault(tuple(gemms), {}).setdefault(heading, []).append(site.layer_number)
         lines += ["", title] if title else []

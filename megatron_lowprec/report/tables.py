@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -270,7 +271,7 @@ def gemms(run: Run) -> str:
 
 
 def _execution(runs: Sequence[Run]) -> str:
-    """native, emulated or both, without reasons; "mixed" if runs differ or not all record it."""
+    """Names of the backends, without reasons; "mixed" if runs differ or not all record it."""
     found = {_words(run.record.get("gemms")) for run in runs}
     return "mixed" if len(found) > 1 else "".join(found) or DASH
 
@@ -278,8 +279,9 @@ def _execution(runs: Sequence[Run]) -> str:
 def _words(recorded: object) -> str:
     if not isinstance(recorded, dict):
         return "not recorded"
-    used = [word for word in ("native", "emulated") if any(str(way).startswith(word) for way in recorded.values())]
-    return ", ".join(used) or "not quantized"
+    # "<backend> on <device>"; runs of earlier releases: "native on <device>" or "emulated: <reason>"
+    used = {re.split("[ ,:]", str(way))[0] for way in recorded.values() if way != "not quantized"}
+    return ", ".join(sorted(used, key=lambda name: (name == "emulated", name))) or "not quantized"
 
 
 def device(run: Run) -> str:

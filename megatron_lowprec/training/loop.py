@@ -154,11 +154,11 @@ def _train_iteration(run: Run, batches: list[Batches], bad_steps: BadSteps) -> S
     else:
         progress.skipped_iterations += 1
 
-        def look() -> Diagnosis:
+        def diagnosis() -> Diagnosis:
             again = _train_batches(run)
             return diagnose(run.trainer, again, config, progress.iteration, run.device, before)
 
-        run.log.say(*bad_steps.skipped(progress.iteration + 1, result.loss, result.grad_norm, look))
+        run.log.say(*bad_steps.skipped(progress.iteration + 1, result.loss, result.grad_norm, diagnosis))
     progress.iteration += 1
     progress.consumed_samples += batch_size
     progress.skipped_in_a_row = bad_steps.in_a_row

@@ -193,7 +193,7 @@ def gpu_cases() -> list[Case]:
 
 def linear_differences() -> list[str]:
     """A layer's GEMMs with operands by the interpreted kernel and by the reference: the host's side of the path."""
-    from megatron_lowprec.linear import emulated_gemms
+    from megatron_lowprec.linear.backends.emulated import dense
     from megatron_lowprec.linear.linear_gemms import LinearGemms
     from megatron_lowprec.linear.linear_id import LinearId
     from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -212,7 +212,7 @@ def linear_differences() -> list[str]:
             return [run.fprop(x, w, MOMENT), run.dgrad(both, w, MOMENT), run.wgrad(both, x, MOMENT, total)]
 
         want = products()
-        with patch.object(emulated_gemms, "fuses_mx", side_effect=lambda matrix, block, *_: block == (1, 32)) as chosen:
+        with patch.object(dense, "fuses_mx", side_effect=lambda matrix, block, *_: block == (1, 32)) as chosen:
             got = products()
         lines += [] if chosen.called else [f"{name}: no operand was offered to the fused path"]
         lines += [

@@ -16,6 +16,7 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.operand_stats import reference
 from megatron_lowprec.kernels.operand_stats.reference import SUMS
 from megatron_lowprec.kernels.quantize.reference import encode, quantize_operand
+from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -145,18 +146,20 @@ def kernel() -> AbstractContextManager[object]:
 
 def layer_faults(device: str) -> Iterator[str]:
     """Operands of a layer whose statistics from the fused cast's codes are not those of the reference, a line each."""
-    from megatron_lowprec.linear import emulated_gemms
+    from megatron_lowprec.linear.backends.emulated import dense
 
     generator = torch.Generator().manual_seed(7)
     for recipe in RECIPES:
-        gemms = LinearGemms(get_recipe(recipe), LinearId(2, "mlp.linear_fc1"), 5, AmaxHistory).emulated
+        gemms = LinearGemms(get_recipe(recipe), LinearId(2, "mlp.linear_fc1"), 5, AmaxHistory).backends.built(
+            "emulated"
+        )
         for gemm, tensor in DIMS:
             if getattr(get_recipe(recipe).gemms[gemm], tensor) is None:
                 continue
             matrix = torch.randn(72, 128, generator=generator).bfloat16()
             matrix = matrix[:64] if tensor == "weight" else matrix  # whole groups in both directions
             want = gemms.error_stats(gemm, tensor, matrix, RngStep(3, 0))
-            fused = patch.object(emulated_gemms, "fuses_mx", lambda *_: True) if device == "cpu" else nullcontext()
+            fused = patch.object(dense, "fuses_mx", lambda *_: True) if device == "cpu" else nullcontext()
             with fused, kernel():
                 got = gemms.error_stats(gemm, tensor, matrix.to(device), RngStep(3, 0)).cpu()
             if not torch.allclose(got, want, rtol=1e-4, atol=0.0):
@@ -172,11 +175,10 @@ def native_faults(device: str) -> Iterator[str]:
             matrix = torch.randn(200, 256, generator=generator).bfloat16()
             matrix = matrix[:128] if tensor == "weight" else matrix
             for columnwise, gemm in enumerate(names):
-                want = gemms.emulated.error_stats(gemm, tensor, matrix, RngStep(3, 0))
+                want = gemms.backends.built("emulated").error_stats(gemm, tensor, matrix, RngStep(3, 0))
                 here = matrix.to(device)
-                quantized, _ = gemms.native.quantize(
-                    tensor, here, RngStep(3, 0), rowwise=not columnwise, columnwise=bool(columnwise)
-                )
+                native, request = gemms.backends.built("hopper_fp8"), CastRequest(not columnwise, bool(columnwise))
+                quantized, _ = native.quantize(tensor, here, RngStep(3, 0), request)
                 with kernel():
                     got = error_stats(here, quantized, columnwise=bool(columnwise)).cpu()
                 if not torch.allclose(got, want, rtol=1e-5, atol=0.0):

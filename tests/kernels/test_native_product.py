@@ -59,7 +59,7 @@ def test_product_is_within_its_accumulators_bound(
     tiles: tuple[str, str], formats: tuple[str, str], fast: bool, rows: int
 ) -> None:
     if "1x128" in tiles and "e5m2" in formats:
-        pytest.skip("cuBLAS has no such product; recipe.native_support says so")
+        pytest.skip("cuBLAS has no such product; its backend's why_not says so")
     a, b = (operand(n, K, t, f, i) for i, (n, t, f) in enumerate(zip((rows, 272), tiles, formats, strict=True)))
     want, bound = exact(a) @ exact(b).t(), exact(a).abs() @ exact(b).abs().t()
     bias = torch.randn(272, device="cuda").bfloat16()

@@ -22,18 +22,18 @@ def test_compiled_kernel_equals_the_reference(case: Case) -> None:
 @pytest.mark.gpu
 def test_linear_on_a_gpu_takes_the_fused_path_and_gives_the_cpu_operands() -> None:
     """The dispatch itself: operands made on a GPU, by kernels, equal those made on a CPU, by the reference."""
+    from megatron_lowprec.linear.backends.protocol import CastRequest
     from megatron_lowprec.linear.linear_gemms import LinearGemms
     from megatron_lowprec.linear.linear_id import LinearId
     from megatron_lowprec.quantization.amax_history import AmaxHistory
     from megatron_lowprec.quantization.random_stream import RngStep
     from megatron_lowprec.recipe.registry import get_recipe
 
-    backend = LinearGemms(get_recipe("mxfp4_rht_sr"), LinearId(1, "linear"), 0, AmaxHistory).emulated
+    backend = LinearGemms(get_recipe("mxfp4_rht_sr"), LinearId(1, "linear"), 0, AmaxHistory).backends.built("emulated")
     x = torch.randn(70, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
 
     def quantized(device: str, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        directions = {"rowwise": rowwise, "columnwise": columnwise}
-        return backend.quantize("grad_output", x.to(device), RngStep(3, 1), **directions)[0]
+        return backend.quantize("grad_output", x.to(device), RngStep(3, 1), CastRequest(rowwise, columnwise))[0]
 
     both = quantized("cuda", rowwise=True, columnwise=True)
     assert torch.equal(quantized("cpu", True, False).rowwise()[0], both.rowwise()[0].cpu())

@@ -13,8 +13,9 @@ from torch import nn
 
 from megatron_lowprec import KeepBf16, UserError, convert, get_recipe, recipes
 from megatron_lowprec.linear import convert as conversion
+from megatron_lowprec.linear.backends.hopper_fp8.why_not import slower_than_bf16
+from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.convert import Conversion, plan
-from megatron_lowprec.recipe.native_support import slower_than_bf16
 from tests.environment import ROOT
 from tests.linear.conversions import PER_BLOCK, converted
 from tests.linear.tiny_models import HIDDEN, Gpt2Block, LlamaBlock, build
@@ -131,8 +132,8 @@ def test_the_log_has_the_summary(caplog: pytest.LogCaptureFixture) -> None:
         convert(build(Gpt2Block), "fp8_current")
     assert caplog.messages == [
         "recipe fp8_current: 8 linear layers: layers.*.c_attn (2), layers.*.c_proj (2), layers.*.mlp.* (4)\n"
-        "fprop, dgrad, wgrad emulated on cpu (no FP8 GEMM of granularity tensor on cpu): the format's numerics, "
-        "not its speed\n"
+        "fprop, dgrad, wgrad: emulated on cpu (hopper_fp8: no FP8 GEMM of granularity tensor on cpu), the format's "
+        "numerics and not its speed\n"
         "not converted, output head: lm_head"
     ]
 
@@ -160,19 +161,19 @@ def test_the_threshold_separates_the_measured_layers() -> None:
     rows = list(measured())
     assert len(rows) == 4 * 12
     for name, inputs, outputs, over_bf16 in rows:
-        assert slower_than_bf16(get_recipe(name), "sm90", inputs, outputs) == (over_bf16 > 1)
+        assert slower_than_bf16(get_recipe(name), Target("sm90", inputs, outputs)) == (over_bf16 > 1)
 
 
 def test_the_threshold_is_for_native_gemms_of_measured_devices() -> None:
     current = get_recipe("fp8_current")
-    assert [slower_than_bf16(current, arch, 1024, 1024) for arch in ("sm90", "sm89", "sm100", "cpu")] == [
+    assert [slower_than_bf16(current, Target(arch, 1024, 1024)) for arch in ("sm90", "sm89", "sm100", "cpu")] == [
         True,
         False,
         False,
         False,
     ]
     for name in ("mxfp8", "mxfp4_rht_sr", "fp8_mxfp4_rht_sr", "bf16"):
-        assert not slower_than_bf16(get_recipe(name), "sm90", 1024, 1024)
+        assert not slower_than_bf16(get_recipe(name), Target("sm90", 1024, 1024))
 
 
 def test_slower_layers_stay_where_gemms_are_native(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,9 +184,9 @@ def test_slower_layers_stay_where_gemms_are_native(monkeypatch: pytest.MonkeyPat
     found = plan(model, "fp8_current", device="cuda")
     assert found.converted == ("1",)
     assert found.excluded["0"] == ("slower in FP8 than in bf16 on sm90 with weights of its size", False)
-    assert found.execution == ("fprop, dgrad, wgrad native on sm90",)
+    assert found.execution == ("fprop, dgrad, wgrad: hopper_fp8 on sm90",)
     assert plan(model, "fp8_current", device="cuda", skip_slower=False).converted == ("0", "1")
     # fp32 GEMMs are emulated
     found = plan(model, "fp8_current", device="cuda", dtype=torch.float32)
     assert found.converted == ("0", "1")
-    assert "emulated on sm90 (FP8 GEMMs are for bf16 models, this one is float32)" in found.execution[0]
+    assert "emulated on sm90 (hopper_fp8: FP8 GEMMs are for bf16 models, this one is float32)" in found.execution[0]

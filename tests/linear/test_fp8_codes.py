@@ -9,6 +9,7 @@ from megatron_lowprec import QuantSpec, Recipe, get_recipe
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8 import reference
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -55,16 +56,16 @@ def assert_same_numbers(got: torch.Tensor, want: torch.Tensor) -> None:
     ids=str,
 )
 def test_emulated_operands(fields: dict[str, object], dtype: torch.dtype) -> None:
-    gemms = LinearGemms(recipe_of(**fields), LinearId(1, "x"), 0, AmaxHistory).emulated
+    gemms = LinearGemms(recipe_of(**fields), LinearId(1, "x"), 0, AmaxHistory).backends.built("emulated")
     history, slot = gemms._amax.histories["input"]
     history.in_effect[slot] = 3.0
     x = matrix(dtype)
-    codes, _ = gemms.quantize("input", x, STEP, rowwise=True, columnwise=False, codes=True)
+    codes, _ = gemms.quantize("input", x, STEP, CastRequest(True, False, codes=True))
     recorded = history.newest[slot].clone()
     assert recorded == torch.inf
     assert codes.rowwise()[0].element_size() == 1
     for columnwise in (False, True):
-        want, _ = gemms.quantize("input", x, STEP, rowwise=not columnwise, columnwise=columnwise)
+        want, _ = gemms.quantize("input", x, STEP, CastRequest(not columnwise, columnwise))
         data, scale = want.columnwise() if columnwise else want.rowwise()
         got, got_scale = gemms.from_codes(codes, columnwise=columnwise)
         assert_same_numbers(got, data)
@@ -87,7 +88,7 @@ def test_native_operands_are_padded_as_the_cast_pads_them(tokens: int, name: str
     )
     shape = torch.Size((tokens, FEATURES))
     codes = QuantizedTensor(shape, torch.bfloat16, spec, cast.rowwise_data, cast.rowwise_scale).validate()
-    native = LinearGemms(recipe_of(), LinearId(1, "x"), 0, AmaxHistory).native
+    native = LinearGemms(recipe_of(), LinearId(1, "x"), 0, AmaxHistory).backends.built("hopper_fp8")
     for columnwise, data in ((False, cast.rowwise_data), (True, cast.columnwise_data)):
         got, scale = native.from_codes(codes, columnwise=columnwise)
         assert data is not None
@@ -119,15 +120,16 @@ def test_emulated_operands_of_tokens(spec: QuantSpec) -> None:
     recipe = replace(recipe, fprop=replace(recipe.fprop, input=spec))
     gemms = LinearGemms(recipe, LinearId(1, "x"), 0, AmaxHistory)
     x, w = tokens_of(), torch.zeros(128, 256, dtype=torch.bfloat16)
-    want, _ = gemms.emulated.quantize("input", x, STEP, rowwise=True, columnwise=False)
+    emulated = gemms.backends.built("emulated")
+    want, _ = emulated.quantize("input", x, STEP, CastRequest(True, False))
     codes = unpack_rows(pack_rows(gemms.quantize_tokens("input", x, w, STEP)), 256, spec, x.dtype)
-    got, scale = gemms.emulated.from_codes(codes, columnwise=False)
+    got, scale = emulated.from_codes(codes, columnwise=False)
     data, want_scale = want.rowwise()
     assert_same_numbers(got, data)
     assert (scale is None) == (want_scale is None) == spec.power_of_two_scale
     assert scale is None or want_scale is None or torch.equal(scale.isnan(), want_scale.isnan())
     none = unpack_rows(pack_rows(codes)[:0], 256, spec, x.dtype)
-    assert gemms.emulated.from_codes(none, columnwise=False)[1] is None
+    assert emulated.from_codes(none, columnwise=False)[1] is None
 
 
 @pytest.mark.parametrize("tokens", [128, 24])
@@ -140,7 +142,11 @@ def test_native_operands_of_tokens(spec: QuantSpec, tokens: int) -> None:
     cast = reference.cast_fp8(x, rule, rowwise=True, columnwise=False)
     sent = QuantizedTensor(x.shape, x.dtype, spec, cast.rowwise_data, cast.rowwise_scale).validate()
     codes = unpack_rows(pack_rows(sent), 256, spec, x.dtype)
-    data, scale = LinearGemms(recipe, LinearId(1, "x"), 0, AmaxHistory).native.from_codes(codes, columnwise=False)
+    data, scale = (
+        LinearGemms(recipe, LinearId(1, "x"), 0, AmaxHistory)
+        .backends.built("hopper_fp8")
+        .from_codes(codes, columnwise=False)
+    )
     assert cast.rowwise_data is not None
     assert cast.rowwise_scale is not None
     assert scale is not None
@@ -160,7 +166,11 @@ def test_native_scales_of_an_expert_in_the_middle_are_aligned(spec: QuantSpec) -
     sent = QuantizedTensor(
         torch.Size((128, 128)), torch.bfloat16, spec, torch.zeros(128, 128).to(torch.float8_e4m3fn), scale
     )
-    _, found = LinearGemms(recipe, LinearId(1, "x"), 0, AmaxHistory).native.from_codes(sent, columnwise=False)
+    _, found = (
+        LinearGemms(recipe, LinearId(1, "x"), 0, AmaxHistory)
+        .backends.built("hopper_fp8")
+        .from_codes(sent, columnwise=False)
+    )
     assert found is not None
     assert found.data_ptr() % 16 == 0
     assert torch.equal(found, scale)

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from megatron_lowprec.kernels.philox.reference import ShardSlice
-from megatron_lowprec.linear import linear_gemms
-from megatron_lowprec.linear.grouped import grouped_backend, grouped_emulated, grouped_native
-from megatron_lowprec.linear.grouped.grouped_gemms import GroupedLinearGemms
+from megatron_lowprec.linear import grouped_gemms
+from megatron_lowprec.linear.backends import construct, resolved
+from megatron_lowprec.linear.backends.emulated import grouped as grouped_emulated
+from megatron_lowprec.linear.backends.hopper_fp8 import grouped as grouped_hopper_fp8
+from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -24,6 +26,7 @@ from megatron_lowprec.quantization.token_rows import pack_rows, unpack_rows
 from megatron_lowprec.recipe.coverage import primary_weight_spec
 from megatron_lowprec.recipe.registry import get_recipe
 
+STEP = RngStep(0, 0)
 TOKENS, IN, OUT = (5, 0, 150, 32), 128, 256
 ROUNDED = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-18}  # sums of another order, rounded once
 SHARD = {"O": ShardSlice(256, gate_offset=128, gate_stride=256)}
@@ -39,10 +42,10 @@ def grouped_ops(arch: str = "cpu") -> Iterator[list[str]]:
         return import_module(f"megatron_lowprec.kernels.{op}.reference")
 
     with ExitStack() as stack:
-        for module in (grouped_emulated, grouped_native):
+        for module in (grouped_emulated, grouped_hopper_fp8):
             stack.enter_context(patch.object(module, "load", load))
-        stack.enter_context(patch.object(grouped_backend, "fuses", lambda _: True))
-        stack.enter_context(patch.object(linear_gemms, "arch_of", lambda _: arch))
+        stack.enter_context(patch.object(grouped_gemms, "fuses", lambda _: True))
+        stack.enter_context(patch.object(resolved, "arch_of", lambda _: arch))
         yield taken
 
 
@@ -146,11 +149,14 @@ def test_codes_of_fp8_primary_weights_are_those_of_each_linear_layer(name: str) 
     spec = primary_weight_spec(get_recipe(name))
     assert spec is not None
     experts = [LinearGemms(get_recipe(name), LinearId(3, "fc1", i), 1, AmaxHistory, cache_weights=True) for i in (0, 1)]
-    group = grouped_native.GroupedNativeGemms(experts)
+    group = GroupedLinearGemms(experts)
+    backend = construct.grouped("hopper_fp8", experts)
+    assert backend is not None
     weights = [Fp8Weight.of(2.0**i * torch.randn(OUT, IN).bfloat16(), spec) for i in range(2)]
     for gemm, columnwise in (("fprop", False), ("dgrad", True)):
-        data, scale = group._weights(gemm, weights)
-        assert group._weights(gemm, weights)[0] is data
+        data, scale = group._weights(gemm, backend, weights, STEP, True)
+        assert group._weights(gemm, backend, weights, STEP, True).data is data
+        assert scale is not None
         for i, weight in enumerate(weights):
             quantized = weight.quantized(columnwise=columnwise, codes=True)
             want_data, want_scale = quantized.columnwise() if columnwise else quantized.rowwise()

@@ -8,7 +8,7 @@ import torch
 
 from megatron_lowprec import Recipe, get_recipe
 from megatron_lowprec.kernels.philox.reference import ShardSlice
-from megatron_lowprec.linear import emulated_gemms
+from megatron_lowprec.linear.backends.emulated import dense
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -31,7 +31,7 @@ def operands_of(
         return a
 
     with monkeypatch.context() as patch:
-        patch.setattr(emulated_gemms, "gemm", gemm)
+        patch.setattr(dense, "gemm", gemm)
         run = LinearGemms(recipe, place, SEED, AmaxHistory, reduce_amax)
         for history, slot in run.histories.values():
             history.in_effect[slot] = 3.0

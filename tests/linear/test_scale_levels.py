@@ -1,11 +1,14 @@
 """Layers whose operands have coded block scales under a tensor scale, on the reference path, and their operands."""
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
 
 from megatron_lowprec import GemmSpec, HadamardSpec, LowPrecLinear, QuantSpec, Recipe, get_recipe, quantize
+from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
+from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import SIDES, LinearId
 from megatron_lowprec.linear.lowprec_linear import end_step
@@ -39,6 +42,10 @@ def gemms_of(recipe: Recipe) -> LinearGemms:
     return LinearGemms(recipe, LinearId(LAYER, NAME), SEED, AmaxHistory)
 
 
+def emulated(gemms: LinearGemms) -> EmulatedGemms:
+    return cast(EmulatedGemms, gemms.backends.built("emulated"))
+
+
 @dtypes
 def test_products_are_those_of_the_quantized_operands(dtype: torch.dtype, generator: torch.Generator) -> None:
     layer, (x, dy) = layer_of(NVFP4, dtype), tensors(dtype, generator)
@@ -68,7 +75,7 @@ def test_operands_say_what_they_are(recipe: Recipe, generator: torch.Generator) 
     for tensor, matrix in matrices.items():
         for columnwise, gemm in enumerate(SIDES[tensor]):
             by_row, spec = not columnwise, getattr(recipe.gemms[gemm], tensor)
-            made, _ = gemms.emulated.quantize(tensor, matrix, rng_step, rowwise=by_row, columnwise=not by_row)
+            made, _ = emulated(gemms).quantize(tensor, matrix, rng_step, CastRequest(by_row, not by_row))
             made.validate()
             assert made.folded == (spec is not None and spec.folds_scale)
             assert (made.columnwise_transform if columnwise else made.rowwise_transform) == recipe.gemms[gemm].hadamard
@@ -162,7 +169,7 @@ def test_source_fprop_quantizes_what_fprop_multiplied(generator: torch.Generator
     layer, (x, dy) = layer_of(recipe), tensors(torch.float32, generator)
     w, rng_step = layer.weight.detach(), RngStep(0, 0)
     _, dx, dw = step(layer, x, dy)
-    stream = gemms_of(recipe).emulated.rounding["fprop", "input"].at(rng_step)
+    stream = emulated(gemms_of(recipe)).rounding["fprop", "input"].at(rng_step)
     x_again, w_again = quantize(x, DRAWN, random=stream).dequantize(), quantize(w, BY_ROW).dequantize()
     _, dx_again, dw_again = oracle(original, x_again, w_again, dy, rng_step)
     assert torch.equal(dx, dx_again)
@@ -178,7 +185,7 @@ def test_errors_of_operands_under_two_levels(generator: torch.Generator) -> None
     gemms, w = gemms_of(recipe), torch.randn(OUT, IN, generator=generator)
     _, dy = tensors(torch.float32, generator)
     for gemm, tensor, matrix in (("fprop", "weight", w), ("dgrad", "weight", w), ("wgrad", "grad_output", dy)):
-        sums = gemms.emulated.error_stats(gemm, tensor, matrix, RngStep(0, 0))
+        sums = emulated(gemms).error_stats(gemm, tensor, matrix, RngStep(0, 0))
         assert 15.0 < (QuantizationError.of(sums.tolist()).snr or 0.0) < 25.0, (gemm, tensor)
 
 

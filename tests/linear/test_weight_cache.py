@@ -7,7 +7,7 @@ import torch
 
 from megatron_lowprec import get_recipe
 from megatron_lowprec.linear import weight_cache
-from megatron_lowprec.linear.emulated_gemms import EmulatedGemms
+from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
@@ -20,12 +20,12 @@ from megatron_lowprec.quantization.tensor import QuantizedTensor
 def test_it_is_made_once_a_step_and_serves_passes_that_observe_nothing(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[str] = []
-    quantized = EmulatedGemms.quantize
+    quantized: list[str] = []
+    quantize = EmulatedGemms.quantize
 
     def counted(self: EmulatedGemms, tensor: str, *rest: Any, **options: Any) -> object:
-        made.append(tensor)
-        return quantized(self, tensor, *rest, **options)
+        quantized.append(tensor)
+        return quantize(self, tensor, *rest, **options)
 
     monkeypatch.setattr(EmulatedGemms, "quantize", counted)
     linear_gemms = LinearGemms(get_recipe(recipe), LinearId(1, "x"), 0, AmaxHistory, cache_weights=True)
@@ -38,7 +38,7 @@ def test_it_is_made_once_a_step_and_serves_passes_that_observe_nothing(
         return [linear_gemms.fprop(x, w, RngStep(0, microbatch), update_amax) for microbatch, update_amax in calls]
 
     found = passes(w)
-    assert made.count("weight") == 2
+    assert quantized.count("weight") == 2
     assert all(torch.equal(y, found[0]) for y in found)
     linear_gemms.weight_cache.clear()
     assert not torch.equal(passes(2 * w.roll(1))[2], found[2])
@@ -46,19 +46,19 @@ def test_it_is_made_once_a_step_and_serves_passes_that_observe_nothing(
 
 def test_what_was_made_before_a_capture_is_not_taken_for_granted_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, weight = QuantizedWeightCache(["fprop"]), QuantizedTensor(torch.Size((1, 1)), torch.float32, None)
-    cache.put("fprop", frozenset(), weight)
-    assert cache.get("fprop", native=False) is weight
-    assert cache.get("fprop", native=True) is None
-    # an expert without tokens multiplies emulated: one of both forms stays in memory
-    cache.put("fprop", frozenset(["fprop"]), QuantizedTensor(torch.Size((1, 1)), torch.float32, None))
+    cache.put("fprop", "emulated", weight)
+    assert cache.get("fprop", "emulated") is weight
+    assert cache.get("fprop", "hopper_fp8") is None
+    # an expert without tokens falls back: one of both forms stays in memory
+    cache.put("fprop", "hopper_fp8", QuantizedTensor(torch.Size((1, 1)), torch.float32, None))
     assert len(cache.tensors()) == 1
-    cache.put("fprop", frozenset(), weight)
+    cache.put("fprop", "emulated", weight)
     assert not cache.holds("dgrad")
     monkeypatch.setattr(weight_cache, "capturing", lambda: True)
     assert not cache.holds("fprop")
-    assert cache.get("fprop", native=False) is None
+    assert cache.get("fprop", "emulated") is None
     cache.under_capture = True
-    assert cache.get("fprop", native=False) is weight
+    assert cache.get("fprop", "emulated") is weight
     cache.clear()
-    assert cache.get("fprop", native=False) is None
+    assert cache.get("fprop", "emulated") is None
     assert cache.tensors() == []

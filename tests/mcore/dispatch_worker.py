@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowprec import UserError, get_recipe
-from megatron_lowprec.linear.emulated_gemms import EmulatedGemms
+from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.recipe.fp8_dispatch import dispatched_bytes
@@ -254,10 +254,10 @@ def quantized_once(grouped: bool) -> None:
     calls: list[tuple[str, tuple[int, ...]]] = []
     plain = EmulatedGemms.quantize
 
-    def quantizing(gemms: EmulatedGemms, tensor: str, matrix: Any, *args: Any, **options: Any) -> Any:
-        if options["rowwise"]:
+    def quantizing(gemms: EmulatedGemms, tensor: str, matrix: Any, rng_step: Any, request: Any, *amax: Any) -> Any:
+        if request.rowwise:
             calls.append((tensor, tuple(matrix.shape)))
-        return plain(gemms, tensor, matrix, *args, **options)
+        return plain(gemms, tensor, matrix, rng_step, request, *amax)
 
     block, runtime = build(RECIPES["fp8_blockwise"], True, moe_grouped_gemm=grouped)
     runtime.begin_step(0)

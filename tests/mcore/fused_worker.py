@@ -228,8 +228,8 @@ def native() -> Iterator[None]:
     with (
         switched(True),
         patch.object(layernorm, "norm", norm),
-        patch("megatron_lowprec.linear.linear_gemms.arch_of", lambda _: "sm90"),
-        patch("megatron_lowprec.linear.native_gemms.scaled_gemm", product),
+        patch("megatron_lowprec.linear.backends.resolved.arch_of", lambda _: "sm90"),
+        patch("megatron_lowprec.linear.backends.hopper_fp8.dense.scaled_gemm", product),
     ):
         yield
 
@@ -356,7 +356,7 @@ def five_calls_to_a_launch() -> None:
     x = torch.randn(SEQUENCE, BATCH, HIDDEN, device=DEVICE).bfloat16()
     with native(), contextlib.ExitStack() as stack:
         if DEVICE == "cpu":
-            stack.enter_context(patch("megatron_lowprec.linear.emulated_gemms.fuses_mx", lambda *_: True))
+            stack.enter_context(patch("megatron_lowprec.linear.backends.emulated.dense.fuses_mx", lambda *_: True))
         for recipe in ("fp8_delayed", "fp8_current", "mxfp8"):
             layer = build("gpt", True, recipe, torch.bfloat16).decoder.layers[0].self_attention.linear_qkv
             paths.clear()

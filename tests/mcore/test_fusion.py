@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-import megatron_lowprec.linear.linear_gemms as linear_gemms_module
 from megatron_lowprec import get_recipe
+from megatron_lowprec.linear.backends import resolved
 from megatron_lowprec.linear.layer_tensors import GradOutput
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
@@ -128,10 +128,10 @@ def test_an_input_is_for_one_layer_and_as_it_was() -> None:
 def test_help_is_wanted_where_both_gemms_read_operands_alone(
     monkeypatch: pytest.MonkeyPatch, recipe: str, plain: tuple[str, ...], supported_fusion: str | None
 ) -> None:
-    monkeypatch.setattr(linear_gemms_module, "arch_of", lambda _: "sm90")
+    monkeypatch.setattr(resolved, "arch_of", lambda _: "sm90")
     linear_gemms = linear_gemms_of(recipe, *plain)
     weight = torch.zeros(128, 128, dtype=torch.bfloat16)
-    linear_gemms.choose_products(weight)
+    linear_gemms.backends.resolve(weight)
     assert linear_gemms.supported_fusion("grad_output", weight) == supported_fusion
     assert linear_gemms.accepts_split_input(weight) == (recipe != "bf16" and not plain)
     of_x = {("dgrad",): "source"}.get(plain, supported_fusion)  # whose GEMMs are fprop and wgrad
@@ -139,7 +139,7 @@ def test_help_is_wanted_where_both_gemms_read_operands_alone(
 
 
 def test_amax_of_rows_are_found_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_gemms_module, "arch_of", lambda _: "sm90")
+    monkeypatch.setattr(resolved, "arch_of", lambda _: "sm90")
     linear_gemms, weight = linear_gemms_of("fp8_rowwise"), torch.zeros(128, 128, dtype=torch.bfloat16)
-    linear_gemms.choose_products(weight)
+    linear_gemms.backends.resolve(weight)
     assert not linear_gemms.accepts_split_input(weight)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_lowprec import get_recipe, recipes
 from megatron_lowprec.kernels.philox.reference import ShardSlice
-from megatron_lowprec.linear import emulated_gemms
+from megatron_lowprec.linear.backends.emulated import dense as emulated
 from megatron_lowprec.linear.layer_tensors import GradOutput
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, LinearId
@@ -168,13 +168,13 @@ class Recorder:
         self._record("forward", "fprop", lambda x, w: (x, w))
         self._record("dgrad", "dgrad", lambda dy, w: (_matrix(dy), w.t()))
         self._record("wgrad", "wgrad", lambda dy, x: (_matrix(dy).t(), x.t()))
-        product = emulated_gemms.gemm
+        product = emulated.gemm
 
         def gemm(a: Any, b: Any, **options: Any) -> Any:
             self.calls[-1][-1].extend(((a, options["a_scale"]), (b, options["b_scale"])))
             return product(a, b, **options)
 
-        self._patch.setattr(emulated_gemms, "gemm", gemm)
+        self._patch.setattr(emulated, "gemm", gemm)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -457,14 +457,14 @@ def header_names_what_is_kept() -> None:
     assert "emulated" not in lines  # two layers, both ends: nothing is left to emulate
     assert set(runtime.gemms().values()) == {"not quantized"}
     _, runtime = block_of(get_recipe("fp8_current"), config_of())
-    assert any(line.startswith("fprop, dgrad, wgrad emulated on cpu") for line in runtime.header()), runtime.header()
+    assert any(line.startswith("fprop, dgrad, wgrad: emulated on cpu (hopper_fp8: no") for line in runtime.header()), (
+        runtime.header()
+    )
     assert "loss by torch and Megatron-core" in lines
     _, runtime = block_of(replace(get_recipe("mxfp4"), name="x"), config_of())
-    assert any(line.startswith("dgrad, wgrad emulated") for line in runtime.header())
-    reason = "emulated: no GEMM of e2m1 on cpu"
-    assert runtime.gemms() == {"fprop": "not quantized", "dgrad": reason, "wgrad": reason}
-    runtime.emulated.clear()
-    assert runtime.gemms() == {"fprop": "not quantized", "dgrad": "native on cpu", "wgrad": "native on cpu"}
+    assert any(line.startswith("dgrad, wgrad: emulated") for line in runtime.header())
+    backend = "emulated on cpu (hopper_fp8: no GEMM of e2m1 on cpu)"
+    assert runtime.gemms() == {"fprop": "not quantized", "dgrad": backend, "wgrad": backend}
 
 
 @check()

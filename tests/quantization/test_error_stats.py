@@ -9,6 +9,7 @@ import torch
 
 from megatron_lowprec import get_recipe, recipes
 from megatron_lowprec.kernels.quantize.reference import e8m0_decode_scale
+from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -90,23 +91,18 @@ def test_operands_of_every_recipe_against_float64(recipe: str, chunk: int, monke
             continue
         columnwise = SIDES[operand][1] == gemm
         natural = matrix.t() if columnwise else matrix
-        sums = linear_gemms.emulated.error_stats(gemm, operand, natural, rng_step)
-        made, _ = linear_gemms.emulated.quantize(
-            operand,
-            natural,
-            rng_step,
-            rowwise=not columnwise,
-            columnwise=columnwise,
-            update_amax=False,
-        )
-        data, scale = made.columnwise() if columnwise else made.rowwise()
+        backend = linear_gemms.backends.resolved.gemms[gemm]
+        sums = backend.error_stats(gemm, operand, natural, rng_step)
+        request = CastRequest(not columnwise, columnwise, update_amax=False)
+        quantized, _ = backend.quantize(operand, natural, rng_step, request)
+        data, scale = quantized.columnwise() if columnwise else quantized.rowwise()
         q = data.double()
         if scale is not None:
             rows, columns = block_sizes(spec, data)
             blocks = scale.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
             q = q * (blocks if scale.numel() > 1 else scale.double())
         q = q / spec.headroom
-        transform = linear_gemms.emulated.transform(gemm, rng_step)
+        transform = linear_gemms.transforms.at(gemm, rng_step)
         x = (matrix if transform is None else transform.apply(matrix)).double()
         want = (x.numel(), (x != 0).sum(), ((x != 0) & (q == 0)).sum(), (x**2).sum(), ((q - x) ** 2).sum())
         got = (*sums[:3], *sums[4:6])
@@ -114,7 +110,7 @@ def test_operands_of_every_recipe_against_float64(recipe: str, chunk: int, monke
         assert float(sums[6]) == pytest.approx(float((q * x).sum()), rel=1e-6)
         assert float(sums[7]) == float(x.abs().max())
         scales = quantize_by_reference(
-            x.to(matrix.dtype), spec, **linear_gemms.emulated._arguments(gemm, operand, spec, rng_step)
+            x.to(matrix.dtype), spec, **backend._arguments(gemm, operand, spec, rng_step)
         ).scale
         scales = scales if scales.is_floating_point() else e8m0_decode_scale(scales)
         assert (float(sums[8]), 1 / float(sums[9])) == pytest.approx((float(scales.max()), float(scales.min())))

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_lowprec import GemmSpec, KeepBf16, QuantSpec, Recipe, UserError, get_recipe, recipes
+from megatron_lowprec.linear.backends.emulated.why_not import check_accumulator, fast_gemms
+from megatron_lowprec.linear.backends.table import choose, native_gemms
+from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.coverage import (
     LinearSite,
     check_fp8_gather,
@@ -20,13 +23,6 @@ from megatron_lowprec.recipe.coverage import (
 )
 from megatron_lowprec.recipe.explain import explain
 from megatron_lowprec.recipe.layer_match import Layer, numbering_notes
-from megatron_lowprec.recipe.native_support import (
-    check_accumulator,
-    execution,
-    fast_gemms,
-    native_gemms,
-    why_emulated,
-)
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import FP8_128X128, FP8_128X128_POW2, FP8_CURRENT, FP8_DELAYED
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
@@ -258,7 +254,7 @@ def test_explanation_has_every_layer_gemm_and_operand(name: str) -> None:
             about = text[text.index(f"  {gemm}  ") :].split(
                 "\n  " + {"fprop": "dgrad", "dgrad": "wgrad"}.get(gemm, "?")
             )[0]
-            assert (execution(gemm, spec, "cpu") if spec.quantized else "not quantized") in about
+            assert ("emulated" if spec.quantized else "not quantized") in about
             for operand in operands if spec.quantized else ():
                 quant: QuantSpec | None = getattr(spec, operand)
                 row = next(entry for entry in about.splitlines() if entry.strip().startswith(operand))
@@ -296,9 +292,9 @@ def test_explanation_shows_equal_layers_once_and_others_apart() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("fp8_delayed", "emulated (no GPU here; native on sm89 and later)"),
-        ("fp8_blockwise", "emulated (no GPU here; native on sm90)"),
-        ("mxfp8", "emulated (on GPUs as well: no MX GEMM on sm90)"),
+        ("fp8_delayed", "emulated (no GPU here; hopper_fp8 on sm89 and later)"),
+        ("fp8_blockwise", "emulated (no GPU here; hopper_fp8 on sm90)"),
+        ("mxfp8", "emulated (on GPUs as well: hopper_fp8: no MX GEMM on sm90)"),
     ],
 )
 def test_explanation_without_a_gpu_names_those_that_run_natively(name: str, said: str) -> None:
@@ -309,7 +305,7 @@ def test_explanation_without_a_gpu_names_those_that_run_natively(name: str, said
 @pytest.mark.parametrize("arch", ["cpu", "sm90"])
 def test_explanation_is_of_the_model_as_it_runs(arch: str) -> None:
     recipe, sites = get_recipe("fp8_current"), sites_of(1, 256, 1040)
-    native = "native on sm89 and later" if arch == "cpu" else "fprop  native"
+    native = "hopper_fp8 on sm89 and later" if arch == "cpu" else "fprop  hopper_fp8"
     said = explain(recipe, sites, 1, arch)
     assert native in said
     assert "no multiple" not in said
@@ -321,11 +317,6 @@ def test_explanation_is_of_the_model_as_it_runs(arch: str) -> None:
     assert native in said
     assert "out_features 520 is no multiple of 16" in said
     assert "in_features 520 is no multiple of 16" in said
-
-
-def test_execution() -> None:
-    assert execution("fprop", GemmSpec(), "cpu") == "native"
-    assert execution("fprop", get_recipe("mxfp8").fprop, "cpu") == "emulated"
 
 
 @pytest.mark.parametrize(
@@ -345,15 +336,18 @@ def test_execution() -> None:
     ],
 )
 def test_native_gemms(recipe: str, arch: str, native: str) -> None:
-    assert native_gemms(get_recipe(recipe), arch, 256, 384) == set(native.split())
+    assert native_gemms(get_recipe(recipe), Target(arch, 256, 384)) == set(native.split())
 
 
 def test_sizes_that_fp8_products_cannot_take() -> None:
     recipe = get_recipe("fp8_blockwise")
-    assert native_gemms(recipe, "sm90", 256, 200) == set()  # dgrad contracts 200, and columns must be multiples of 16
-    assert native_gemms(recipe, "sm90", 256, 208) == {"fprop", "wgrad"}
-    assert native_gemms(recipe, "sm90", 208, 256) == {"dgrad", "wgrad"}
-    assert why_emulated("fprop", recipe.fprop, "sm90", 200, 256) == "in_features 200 is no multiple of 16"
+    assert (
+        native_gemms(recipe, Target("sm90", 256, 200)) == set()
+    )  # dgrad contracts 200, and columns must be multiples of 16
+    assert native_gemms(recipe, Target("sm90", 256, 208)) == {"fprop", "wgrad"}
+    assert native_gemms(recipe, Target("sm90", 208, 256)) == {"dgrad", "wgrad"}
+    found = choose("fprop", recipe.fprop, Target("sm90", 200, 256))
+    assert found == ("emulated", False, (("hopper_fp8", "in_features 200 is no multiple of 16"),))
 
 
 @pytest.mark.parametrize(

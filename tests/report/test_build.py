@@ -129,17 +129,22 @@ def test_the_table_fits_a_terminal(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 155
 
 
+BOTH = "hopper_fp8, emulated"
+
+
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
         (["not quantized", "emulated: no unit"], ["not quantized", "emulated: another"], "emulated"),
         (["native on sm90", "native on sm90"], ["native on sm90", "native on sm90"], "native"),
         (["native on sm90", "emulated: no unit"], ["emulated: no unit", "native on sm90"], "native, emulated"),
+        (["hopper_fp8 on sm90", "emulated on sm90 (x: y)"], ["emulated on sm90", "hopper_fp8 on sm90"], BOTH),
+        (["native, TransformerEngine: hybrid"] * 2, ["native, TransformerEngine: e4m3"] * 2, "native"),
         (["not quantized", "native on sm90"], ["not quantized", "emulated: no unit"], "mixed"),
         (["not quantized", "not quantized"], ["not quantized", "not quantized"], "not quantized"),
     ],
 )
-def test_the_table_says_native_or_emulated(tmp_path: Path, first: list[str], second: list[str], words: str) -> None:
+def test_the_table_names_backends(tmp_path: Path, first: list[str], second: list[str], words: str) -> None:
     runs = []
     for seed, ways in enumerate((first, second), 1):
         folder = write_run(tmp_path / str(seed), "mxfp4", seed)
@@ -317,7 +322,7 @@ def test_runs_of_the_driver_are_read_whole(
     record = json.loads(Path("mxfp4_rht_sr-1/run.json").read_text())
     assert f"{record['parameters'] / 1000:.3g}K parameters" in said
     text = Path("out/report.html").read_text(encoding="utf-8")
-    assert "fprop not quantized; dgrad, wgrad emulated: no GEMM of e2m1 on cpu" in text
+    assert "fprop not quantized; dgrad, wgrad emulated on cpu (hopper_fp8: no GEMM of e2m1 on cpu)" in text
     assert record["versions"]["torch"] in text
     assert "unknown parameters" not in said
 

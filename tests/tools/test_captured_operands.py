@@ -14,11 +14,12 @@ from megatron_lowprec import get_recipe
 from megatron_lowprec.commands import lab as numerics
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.lab import captured_products, experiment, operand_error, recipe_diff
-from megatron_lowprec.linear import linear_gemms
+from megatron_lowprec.linear.backends import resolved
 from megatron_lowprec.linear.capture_file import Capture, write_capture
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
 TOKENS, IN, OUT = 64, 96, 64
@@ -158,7 +159,11 @@ def test_reference_outputs_are_the_beginning_of_the_product(recipe: str, monkeyp
         return operand_error.product(gemms, wide, gemm, step).bfloat16()
 
     monkeypatch.setattr(captured_products, "product", product)
-    monkeypatch.setattr(LinearGemms, "backend", lambda gemms, name: gemms.native)
+
+    def resolve(recipe: Recipe, _: Any, emulate: bool) -> dict[str, str]:  # of any sizes
+        return dict.fromkeys(recipe.gemms, "emulated" if emulate else "hopper_fp8")
+
+    monkeypatch.setattr(resolved, "resolve", resolve)
     rows = {row["gemm"]: row for row in captured_products.equal_rows(capture_of("bf16"), get_recipe(recipe), [])}
     assert list(rows) == list(GEMM_OPERANDS)
     fast = [name for name, gemm in get_recipe(recipe).gemms.items() if gemm.fast_accumulation]
@@ -176,7 +181,7 @@ def test_emulated_products_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> 
         f"layers.3.mlp.linear_fc1: {gemm} of fp8_current is emulated and left out" for gemm in GEMM_OPERANDS
     ]
     # on Hopper, of a layer whose widths are no multiples of 128
-    monkeypatch.setattr(linear_gemms, "arch_of", lambda device: "sm90")
+    monkeypatch.setattr(resolved, "arch_of", lambda device: "sm90")
     monkeypatch.setattr(captured_products, "product", lambda *_: torch.zeros(OUT, IN))
     left_out.clear()
     rows = captured_products.equal_rows(capture_of("bf16"), get_recipe("fp8_blockwise"), left_out)

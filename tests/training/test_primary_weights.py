@@ -410,7 +410,7 @@ def test_native_runs_are_near_emulated_ones(tmp_path: Path, recipe: str) -> None
     done = torchrun(1, [WORKER, "cases.json"], tmp_path)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
     said = dict(zip(runs, done.stdout.split("--- ")[1:], strict=True))
-    assert "fprop, dgrad, wgrad native" in said["native"]
+    assert "fprop, dgrad, wgrad: hopper_fp8" in said["native"]
     assert "fprop, dgrad, wgrad emulated" in said["emulated"]
     found = {name: lm_losses(tmp_path / name) for name in runs}
     assert found["native"] != found["emulated"]

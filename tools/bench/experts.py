@@ -182,12 +182,12 @@ def _mlp(shape: ExpertShape, device: torch.device, linears: Sequence[type], grou
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
     submodules = MLPSubmodules(linear_fc1=linears[0], linear_fc2=linears[1])
-    made = (LowPrecGroupedMLP if grouped else SequentialMLP)(
+    experts = (LowPrecGroupedMLP if grouped else SequentialMLP)(
         shape.experts, config, submodules, pg_collection=ProcessGroupCollection.use_mpu_process_groups()
     )
-    made = made.to(device)
-    _give_main_gradients(list(made.parameters()))
-    return made
+    experts = experts.to(device)
+    _give_main_gradients(list(experts.parameters()))
+    return experts
 
 
 def _give_main_gradients(weights: Sequence[Any]) -> None:
@@ -257,12 +257,12 @@ def _swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 def _weights(shape: ExpertShape, device: torch.device) -> list[Any]:
     """fc1 [E, 2 ffn, hidden] and fc2 [E, hidden, ffn] with their main gradients."""
     generator = torch.Generator().manual_seed(1)
-    made: list[Any] = []
+    weights: list[Any] = []
     for size in ((shape.experts, 2 * shape.ffn, shape.hidden), (shape.experts, shape.hidden, shape.ffn)):
         weight = (0.02 * torch.randn(size, generator=generator)).to(device, torch.bfloat16)
-        made.append(torch.nn.Parameter(weight))
-    _give_main_gradients(made)
-    return made
+        weights.append(torch.nn.Parameter(weight))
+    _give_main_gradients(weights)
+    return weights
 
 
 def _torch(shape: ExpertShape, device: torch.device) -> Block:

@@ -86,14 +86,14 @@ def run_kernel(x: torch.Tensor, variant: Variant, signs: dict[str, torch.Tensor]
     from megatron_lowprec.kernels.quantize.triton import quantize_mx
 
     ways = {way: Direction(Key.of(_KEYS[way]), signs.get(way)) for way in variant.directions}
-    made = quantize_mx(
+    cast = quantize_mx(
         x,
         mx_rule(variant.spec),
         rows=ways.get("rows"),
         columns=ways.get("columns"),
         rng_step=device_rng_step(_RNG_STEP, x.device),
     )
-    found = {"rows": made.rowwise_data, "columns": None if made.columnwise_data is None else made.columnwise_data.t()}
+    found = {"rows": cast.rowwise_data, "columns": None if cast.columnwise_data is None else cast.columnwise_data.t()}
     return {way: out for way, out in found.items() if out is not None}
 
 

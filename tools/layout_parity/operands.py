@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
@@ -104,7 +105,7 @@ def noise(setup: Setup, recipe: str, layers: int | None = None) -> dict[str, Any
             if quant is None or quant.rounding != "stochastic":
                 continue
             elements, _ = _quantized(layer.linear_gemms, gemm, operand, whole)
-            transform = layer.linear_gemms.emulated.transform(gemm, _RNG_STEP)
+            transform = layer.linear_gemms.transforms.at(gemm, _RNG_STEP)
             exact = whole if transform is None else transform.apply(whole)
             errors.append((elements.float() - quant.headroom * exact.float()).flatten().double())
     mine = torch.cat(errors)
@@ -143,19 +144,19 @@ def _layers(setup: Setup) -> Iterator[_Layer]:
             "weight": (out_features, in_features),
             "grad_output": (_TOKENS, out_features),
         }
-        made = {operand: _seeded(f"{name} {operand}", *shape).to(device, dtype) for operand, shape in shapes.items()}
-        for linear_gemms, weight in ((mine, module.weight), (twin, made["weight"])):
-            linear_gemms.choose_products(weight)
-        yield _Layer(mine, twin, made, share)
+        tensors = {operand: _seeded(f"{name} {operand}", *shape).to(device, dtype) for operand, shape in shapes.items()}
+        for linear_gemms, weight in ((mine, module.weight), (twin, tensors["weight"])):
+            linear_gemms.backends.resolve(weight)
+        yield _Layer(mine, twin, tensors, share)
 
 
 def _seeded(name: str, *shape: int) -> torch.Tensor:
     """Normal, with an outlier column and row, so that the amaxes of shards differ."""
     generator = torch.Generator().manual_seed(int.from_bytes(name.encode(), "little") % 2**31)
-    made = torch.randn(shape, generator=generator)
-    made[:, int(torch.randint(shape[1], (), generator=generator))] *= 16
-    made[int(torch.randint(shape[0], (), generator=generator))] *= 5
-    return made
+    values = torch.randn(shape, generator=generator)
+    values[:, int(torch.randint(shape[1], (), generator=generator))] *= 16
+    values[int(torch.randint(shape[0], (), generator=generator))] *= 5
+    return values
 
 
 def _name(layer: _Layer) -> str:
@@ -168,12 +169,11 @@ def _quantized(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Data, and decode scales where they are stored separately."""
     columnwise = SIDES[operand][1] == gemm
-    made, _ = linear_gemms.backend(gemm).quantize(
-        operand, matrix.t() if columnwise else matrix, _RNG_STEP, rowwise=not columnwise, columnwise=columnwise
-    )
-    data, scale = made.columnwise() if columnwise else made.rowwise()
-    if scale is not None and made.spec is not None:
-        length = block_sizes(made.spec, data)[1]
+    source, request = matrix.t() if columnwise else matrix, CastRequest(not columnwise, columnwise)
+    quantized, _ = linear_gemms.backends.resolved.gemms[gemm].quantize(operand, source, _RNG_STEP, request)
+    data, scale = quantized.columnwise() if columnwise else quantized.rowwise()
+    if scale is not None and quantized.spec is not None:
+        length = block_sizes(quantized.spec, data)[1]
         scale = scale[:, : -(-data.shape[1] // length)]
     return data[: len(matrix)].float(), scale
 

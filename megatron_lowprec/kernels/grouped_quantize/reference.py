@@ -18,8 +18,8 @@ def scaled_signs_of_groups(keys: Sequence[Key], rng_step: torch.Tensor, group: i
         keys: Philox keys.
         rng_step: int32 [2], (step, microbatch), on the device of the result.
     """
-    moment = int(rng_step[0]), int(rng_step[1])
-    bits = torch.cat([draw_bits(_words(key), moment, 1, group, device=rng_step.device) for key in keys])
+    on_host = int(rng_step[0]), int(rng_step[1])
+    bits = torch.cat([draw_bits(_words(key), on_host, 1, group, device=rng_step.device) for key in keys])
     return (1.0 - 2.0 * (bits >> 15).to(torch.float32)) * group**-0.5
 
 
@@ -47,7 +47,7 @@ def quantize_mx_groups(
         rng_step: int32 [2], (step, microbatch), on the sources' device.
         spans: location of a source's rows and columns in its unsharded matrix.
     """
-    moment = int(rng_step[0]), int(rng_step[1])
+    on_host = int(rng_step[0]), int(rng_step[1])
     row_span, column_span = spans[::-1] if columnwise else spans
     operands = []
     for i, (source, key) in enumerate(zip(sources, keys, strict=True)):
@@ -60,10 +60,10 @@ def quantize_mx_groups(
 
         def uniform(rows: slice, key: Key = key, columns: int = matrix.shape[1]) -> torch.Tensor:
             spanned = {"row_span": row_span, "column_span": column_span, "first_row": rows.start}
-            bits = draw_bits(_words(key), moment, rows.stop - rows.start, columns, **spanned, device=rng_step.device)
+            bits = draw_bits(_words(key), on_host, rows.stop - rows.start, columns, **spanned, device=rng_step.device)
             return uniform_from_bits(bits, rule.random_bits)
 
-        made, _ = quantize_operand(
+        quantized, _ = quantize_operand(
             matrix,
             rule.fmt,
             (1, rule.block),
@@ -75,7 +75,7 @@ def quantize_mx_groups(
             uniform=uniform,
             dequantize=True,
         )
-        operands.append(made.t() if columnwise else made)
+        operands.append(quantized.t() if columnwise else quantized)
     return torch.cat(operands)
 
 

@@ -205,7 +205,7 @@ def quantize_mx(
         along_columns = quantize_mx(x, rule, columns=columns, rng_step=rng_step, spans=spans)
         return along_rows._replace(columnwise_data=along_columns.columnwise_data)
     kernel = _mx_kernel_for(x, rule, rows, columns, codes)
-    made, arguments = kernel.arguments(x, rows, columns, rng_step, spans)
+    cast, arguments = kernel.arguments(x, rows, columns, rng_step, spans)
     (M, N), stride, device = x.shape, x.stride(0), x.device
     specialized_on = (x.dtype, x.data_ptr() % 16 == 0, N % 16 == 0, stride % 16 == 0, N == 1, stride == 1)
 
@@ -214,7 +214,7 @@ def quantize_mx(
 
     tiling = kernel.tuned.choose(M * N, launch, device)
     kernel.specialized[tiling].launch(tiling.programs(M, N), device, arguments, specialized_on)
-    return made
+    return cast
 
 
 def _mx_kernel_for(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from megatron_lowprec.linear.backend import GemmBackend
+from megatron_lowprec.linear.backends.protocol import CastRequest, GemmBackend, KnownAmax
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.quantization.random_stream import RngStep
@@ -62,9 +62,14 @@ class _InspectedBackend:
         return getattr(self._inner, name)
 
     def quantize(
-        self, tensor: str, matrix: torch.Tensor, rng_step: RngStep, **options: Any
+        self,
+        tensor: str,
+        matrix: torch.Tensor,
+        rng_step: RngStep,
+        request: CastRequest,
+        amax: KnownAmax | None = None,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-        quantized, sums = self._inner.quantize(tensor, matrix, rng_step, **options)
+        quantized, sums = self._inner.quantize(tensor, matrix, rng_step, request, amax)
         self._inspect(tensor, matrix, rng_step, quantized)
         return quantized, sums
 
@@ -72,10 +77,5 @@ class _InspectedBackend:
 @contextmanager
 def inspected_casts(linear_gemms: LinearGemms, inspect: Inspection) -> Iterator[None]:
     """Temporarily show every tensor that a layer's backends quantize to ``inspect``."""
-    own = linear_gemms.emulated, linear_gemms.native
-    linear_gemms.emulated = _InspectedBackend(own[0], inspect)  # type: ignore[assignment]
-    linear_gemms.native = _InspectedBackend(own[1], inspect)  # type: ignore[assignment]
-    try:
+    with linear_gemms.backends.wrapped(lambda backend: cast(GemmBackend, _InspectedBackend(backend, inspect))):
         yield
-    finally:
-        linear_gemms.emulated, linear_gemms.native = own

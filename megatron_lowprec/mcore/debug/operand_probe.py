@@ -114,7 +114,7 @@ class OperandProbe:
             linear = recipe.at(Layer(linear_id.layer, linear_id.name, module.config.num_layers))
             if linear.quantized:
                 found.append(inner.under(linear))
-                found[-1].choose_products(module.weight)
+                found[-1].backends.resolve(module.weight)
         return found
 
 
@@ -145,9 +145,10 @@ class _OperandStats:
             if operand is None or data is None:
                 continue
             self._measured.add(operand)
-            transform = self._own.emulated.transform(gemm, rng_step)
+            transform = self._own.transforms.at(gemm, rng_step)
             if scale is None:  # multiplied into the data
-                self.stats[operand] = self._own.emulated.error_stats(gemm, tensor, matrix, rng_step)
+                backend = self._own.backends.resolved.gemms[gemm]
+                self.stats[operand] = backend.error_stats(gemm, tensor, matrix, rng_step)
             elif rowwise is not None and transform is None and _same_both_ways(quantized):
                 self.stats[operand] = rowwise
             else:
@@ -159,7 +160,8 @@ class _OperandStats:
                 operand = self._unmeasured(other, gemm, tensor)
                 if operand is not None:
                     self._measured.add(operand)
-                    self.stats[operand] = _requantized(other, gemm, tensor, matrix, rng_step)
+                    backend = other.backends.resolved.gemms[gemm]
+                    self.stats[operand] = backend.error_stats(gemm, tensor, matrix, rng_step)
 
     def _unmeasured(self, gemms: LinearGemms, gemm: str, tensor: str) -> OperandId | None:
         """An operand that the recipe quantizes, until measured: an activation recomputation quantizes it again."""
@@ -183,17 +185,6 @@ def _ids_of(gemms: LinearGemms, recipe: str) -> dict[tuple[str, str], OperandId]
 
 def _id_of(linear: LinearId, gemm: str, operand: str, format: str, recipe: str = "") -> OperandId:
     return OperandId(linear.layer, linear.name, linear.expert, _ORDER[gemm, operand], gemm, operand, format, recipe)
-
-
-def _requantized(gemms: LinearGemms, gemm: str, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
-    """Statistics of a tensor quantized by the backend that the GEMM would have."""
-    if gemms.backend(gemm) is not gemms.native:
-        return gemms.emulated.error_stats(gemm, tensor, matrix, rng_step)
-    columnwise = gemm == SIDES[tensor][1]
-    quantized, _ = gemms.native.quantize(
-        tensor, matrix, rng_step, rowwise=not columnwise, columnwise=columnwise, update_amax=False
-    )
-    return error_stats(matrix, quantized, columnwise=columnwise)
 
 
 def _reduced(stats: dict[OperandId, torch.Tensor], groups: Sequence[dist.ProcessGroup]) -> dict[OperandId, list[float]]:

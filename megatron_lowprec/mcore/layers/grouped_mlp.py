@@ -10,7 +10,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megatron_lowprec.linear.grouped.grouped_gemms import GroupedLinearGemms
+from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.linear.layer_tensors import CachedInput, backward_gemms
 from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_cache, attached_input
@@ -53,13 +53,13 @@ class _GroupedLinearFunction(torch.autograd.Function):
         ctx.restore, tensors = (None, ()) if cached is None else (cached.restore, cached.tensors)
         saved = saved if save_input else saved.without_input()
         ctx.save_for_backward(*tensors, *saved.tensors())
-        ctx.plain, ctx.cached = saved.without_tensors(), len(tensors)
+        ctx.saved, ctx.cached = saved.without_tensors(), len(tensors)
         return y
 
     @staticmethod
     def backward(ctx, dy_TO):  # type: ignore[no-untyped-def]
         cached, tensors = ctx.saved_tensors[: ctx.cached], ctx.saved_tensors[ctx.cached :]
-        saved = ctx.plain.with_tensors(tensors)
+        saved = ctx.saved.with_tensors(tensors)
         if ctx.restore is not None:
             saved = replace(saved, x=ctx.restore(*cached))
         weights = [one.weight for one in saved.experts]
@@ -67,9 +67,9 @@ class _GroupedLinearFunction(torch.autograd.Function):
         main_grads: list[torch.Tensor | None] = [None] * len(weights)
         if "wgrad" in gemms:
             main_grads = [linear.fp32_main_grad(weight) for linear, weight in zip(ctx.linears, weights, strict=True)]
-        codes, restored = None if ctx.channel is None else ctx.channel.get_codes(dy_TO), ctx.restore is not None
+        codes = None if ctx.channel is None else ctx.channel.get_codes(dy_TO)
         dy = dy_TO if codes is None else codes
-        dx, dw = ctx.group.backward(dy, ctx.tokens, saved, ctx.rng_step, main_grads, restored, ctx.update_amax, gemms)
+        dx, dw = ctx.group.backward(dy, ctx.tokens, saved, ctx.rng_step, main_grads, ctx.update_amax, gemms)
         dummy, dw = None, list(dw)
         for i, (weight, main_grad) in enumerate(zip(weights, main_grads, strict=True)):
             if main_grad is not None:

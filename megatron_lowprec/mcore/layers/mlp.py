@@ -87,14 +87,15 @@ class _MlpFunction(torch.autograd.Function):
         first = first if saves_inputs[0] else first.without_input()
         second = second if saves else second.without_input()
         ctx.save_for_backward(y, bias, *first.tensors(), *second.tensors())
-        ctx.plain = first[4:], second[4:]
+        ctx.layouts = first.layout, second.layout
         return out
 
     @staticmethod
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
         y, bias, *tensors = ctx.saved_tensors
-        first = SavedForBackward(*tensors[:4], *ctx.plain[0])
-        second = SavedForBackward(*tensors[4:], *ctx.plain[1])
+        half = len(tensors) // 2
+        first = SavedForBackward(*tensors[:half], layout=ctx.layouts[0])
+        second = SavedForBackward(*tensors[half:], layout=ctx.layouts[1])
         fc1, fc2, rng_step = ctx.mlp.linear_fc1, ctx.mlp.linear_fc2, ctx.rng_step
         input_fusion, grad_output_fusion = ctx.fusion
         needs_x, needs_w1, needs_bias, needs_w2 = ctx.needs_input_grad[:4]
@@ -198,7 +199,7 @@ class LowPrecMLP(CachedSwigluMLP):
     def _supported_fusion(self, hidden_states: torch.Tensor) -> tuple[CastFusion, CastFusion]:
         """Fusions that spare a pass over fc2's input and over the gradient of fc1's output."""
         for layer in (self.linear_fc1, self.linear_fc2):
-            layer.bound_gemms.choose_products(layer.weight)
+            layer.bound_gemms.backends.resolve(layer.weight)
         rows = hidden_states.view(-1, hidden_states.shape[-1])
         forward: CastFusion = self.linear_fc2.bound_gemms.supported_fusion("input", rows)
         return forward, self.linear_fc1.bound_gemms.supported_fusion("grad_output", rows)

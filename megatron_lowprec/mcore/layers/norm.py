@@ -76,7 +76,7 @@ class Consumer:
     def supported_fusion(self, x: torch.Tensor) -> CastFusion:
         """Fusion of the norm of x [..., H] with the layer's casts; "source" only if that records and has a wgrad."""
         linear_gemms, weight = self.layer.bound_gemms, self.layer.weight
-        linear_gemms.choose_products(weight)
+        linear_gemms.backends.resolve(weight)
         fusion = linear_gemms.supported_fusion("input", x)
         trained = self.layer.records_amax() and weight.requires_grad
         return None if fusion == "source" and not trained else fusion

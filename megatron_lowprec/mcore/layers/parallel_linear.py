@@ -64,7 +64,6 @@ def gradients(
     tp: TensorParallelConfig,
     gemms: frozenset[str],
     recompute: "Callable[[], tuple[torch.Tensor | CastPrologue, torch.Tensor | None]] | None" = None,
-    restored: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of x, weight and bias: dgrad and wgrad, with communication overlapped.
 
@@ -72,7 +71,6 @@ def gradients(
         dy: quantizes dy; called once the gather of x has started.
         gemms: of ``backward_gemms``; the gradients of others are None.
         recompute: computes x, and its amax if known, if x was not saved for backward.
-        restored: as ``LinearGemms.wgrad``.
     """
     linear_gemms, gathering, reducing = layer.bound_gemms, None, None
     dx = dw = None
@@ -81,7 +79,7 @@ def gradients(
         saved = saved._replace(x=whole)
     grad = dy()
     if "dgrad" in gemms:
-        dx = linear_gemms.dgrad(grad, saved.weight, rng_step, saved.weight_amax).view(-1, *saved.x_shape[1:])
+        dx = linear_gemms.dgrad(grad, saved.weight, rng_step, saved.weight_amax).view(-1, *saved.layout.shape[1:])
     if gathering is not None:
         gathering.wait()
     if dx is not None and tp.allreduce_dgrad:
@@ -95,7 +93,7 @@ def gradients(
             x, amax = recompute()
         else:
             x, amax = saved.input(), None
-        dw = layer.accumulate_wgrad(linear_gemms, grad, x, saved.weight, rng_step, amax, restored)
+        dw = layer.accumulate_wgrad(linear_gemms, grad, x, saved.weight, rng_step, amax)
     if reducing is not None:
         reducing.wait()
     return dx, dw, grad.bias
@@ -149,13 +147,13 @@ class _ParallelLinearFunction(torch.autograd.Function):
         if cached is not None or not saves_input:
             saved = saved.without_input()
         ctx.save_for_backward(*saved.tensors(), *(() if cached is None else cached.tensors))
-        ctx.plain = saved[4:]
+        ctx.layout = saved.layout
         return y
 
     @staticmethod
     def backward(ctx, dy_TO):  # type: ignore[no-untyped-def]
-        tensors = ctx.saved_tensors
-        saved = SavedForBackward(*tensors[:4], *ctx.plain)
+        weight, x, x_scale, weight_amax, *cached = ctx.saved_tensors
+        saved = SavedForBackward(weight, x, x_scale, weight_amax, ctx.layout)
         linear_gemms: LinearGemms = ctx.layer.bound_gemms
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         gemms = backward_gemms(needs_x, needs_w)
@@ -167,10 +165,10 @@ class _ParallelLinearFunction(torch.autograd.Function):
             )
 
         def restored() -> tuple[torch.Tensor, None]:
-            return ctx.restore(*tensors[4:]), None
+            return ctx.restore(*cached), None
 
         recompute = None if ctx.restore is None else restored
-        found = gradients(ctx.layer, dy, saved, ctx.rng_step, ctx.tp, gemms, recompute, restored=recompute is not None)
+        found = gradients(ctx.layer, dy, saved, ctx.rng_step, ctx.tp, gemms, recompute)
         return *found, None, None, None, None, None, None, None
 
 
@@ -236,10 +234,10 @@ class LowPrecLinearMixin:
         return self.training and torch.is_grad_enabled()
 
     def can_use_channel(self) -> bool:
-        """Whether a call may have a backward pass with a NaN placeholder for dy; selects native or emulated GEMMs."""
+        """Whether a call may have a backward pass with a NaN placeholder for dy; resolves the layer's backends."""
         if not (self.records_amax() and self.weight.requires_grad) or torch.is_anomaly_enabled():
             return False  # anomaly detection rejects any NaN
-        self.bound_gemms.choose_products(self.weight)
+        self.bound_gemms.backends.resolve(self.weight)
         return True
 
     def fp32_main_grad(self, weight: torch.Tensor) -> torch.Tensor | None:
@@ -257,11 +255,10 @@ class LowPrecLinearMixin:
         weight: torch.Tensor,
         rng_step: RngStep,
         amax: torch.Tensor | None = None,
-        restored: bool = False,
     ) -> torch.Tensor:
         """The weight gradient; or, once accumulated into an fp32 ``main_grad``, a dummy that DDP's hook drops."""
         main_grad = self.fp32_main_grad(weight)
-        dw = linear_gemms.wgrad(dy, x, rng_step, accumulate_into=main_grad, amax=amax, restored=restored)
+        dw = linear_gemms.wgrad(dy, x, rng_step, accumulate_into=main_grad, amax=amax)
         if main_grad is None:
             return dw
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]

@@ -327,7 +327,7 @@ class LoggingOptions:
     log_params_norm: bool = arg(False, "log the norm of the weights")
     log_quantization_interval: int | None = arg(
         None,
-        "iterations between looks at every quantized operand (SNR, bias, underflow, saturation, amax), which go to "
+        "iterations between snapshots of every quantized operand (SNR, bias, underflow, saturation, amax), which go to "
         "quantization.jsonl; default never",
     )
     log_quantization_also: list[str] = arg(

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.backends.emulated.why_not import check_accumulator
 from megatron_lowprec.recipe.coverage import check_fp8_gather
 from megatron_lowprec.recipe.fp8_dispatch import check_fp8_dispatch
-from megatron_lowprec.recipe.native_support import check_accumulator
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.te.translation import INSTALL
 from megatron_lowprec.training.config.arguments import flag, required
@@ -316,7 +316,7 @@ def _check_features(config: Config, gpus: bool) -> None:
     _check_implementation(config, gpus)
     if config.log_quantization_interval is not None and config.transformer_impl != "local":
         raise UserError(
-            "--log-quantization-interval looks at this project's layers, not at --transformer-impl "
+            "--log-quantization-interval measures this project's layers, not at --transformer-impl "
             f"{config.transformer_impl}'s; leave one of the two out"
         )
     _check_capture_step(config)

@@ -214,8 +214,8 @@ _ENDED = frozenset(
 
 
 @cache
-def _slurm_knows(job: str, moment: int) -> bool:
-    """Whether squeue lists the job; True without squeue or an answer. Cached for each value of ``moment``."""
+def _slurm_knows(job: str, period: int) -> bool:
+    """Whether squeue lists the job; True without squeue or an answer. Cached for each value of ``period``."""
     if shutil.which("squeue") is None:
         return True
     asked = ["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.memory.layout import Runs
+from megatron_lowprec.training.memory.layout import Execution
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.common.rank_sizes import sequence_ranks, stream_bytes, tokens_of, width_of
 
 
-def layer_activations(config: Config, runs: Runs | None = None, layer: int | None = None) -> dict[str, float]:
+def layer_activations(config: Config, runs: Execution | None = None, layer: int | None = None) -> dict[str, float]:
     """Bytes that one transformer layer saves for backward, by tensor, for one microbatch; the last one by default.
 
     A linear layer saves its input in the compute dtype, or one byte per value if its FP8 GEMMs are native.
@@ -57,7 +57,7 @@ def logit_bytes(config: Config, padded_vocab_size: int, fused: bool = False) -> 
     return tokens_of(config) * padded_vocab_size / config.tensor_model_parallel_size * (width_of(config) + copies)
 
 
-def kept_of_layers(config: Config, layers: range, runs: Runs) -> float:
+def kept_of_layers(config: Config, layers: range, runs: Execution) -> float:
     """Bytes that a stage's layers save for one microbatch; recomputed layers save only the input of each chunk."""
     if config.recompute_granularity != "full":
         return sum(_whole(config, runs, layers))
@@ -68,7 +68,7 @@ def kept_of_layers(config: Config, layers: range, runs: Runs) -> float:
     return len(recomputed) * stream_bytes(config) + sum(_whole(config, runs, layers[chunk:]))
 
 
-def recomputed_at_once(config: Config, layers: range, runs: Runs) -> float:
+def recomputed_at_once(config: Config, layers: range, runs: Execution) -> float:
     """Bytes of activations that are recomputed at once in the backward pass."""
     if config.recompute_granularity == "full":
         chunk = require(config.recompute_num_layers) if config.recompute_method == "uniform" else 1
@@ -78,7 +78,7 @@ def recomputed_at_once(config: Config, layers: range, runs: Runs) -> float:
     return 0.0
 
 
-def backward_of_a_layer(config: Config, runs: Runs) -> float:
+def backward_of_a_layer(config: Config, runs: Execution) -> float:
     """Bytes of gradients live at once around the widest linear layer, with its operands if quantized.
 
     An input of linear_fc2 that --recompute-gelu recomputes adds nothing: it is freed before the gradient of
@@ -97,7 +97,7 @@ def backward_of_a_layer(config: Config, runs: Runs) -> float:
     return stream + (1 + gates) * wide + operands + decoded
 
 
-def _whole(config: Config, runs: Runs, layers: range) -> list[float]:
+def _whole(config: Config, runs: Execution, layers: range) -> list[float]:
     """Bytes that each of the layers saves without recomputation."""
     return [sum(layer_activations(config, runs, layer).values()) for layer in layers]
 

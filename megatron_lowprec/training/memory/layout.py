@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_lowprec.linear.backends.table import native_gemms
+from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.coverage import LinearSite, primary_weight_spec, why_not_gathered
 from megatron_lowprec.recipe.layer_match import Layer
-from megatron_lowprec.recipe.native_support import native_gemms
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.schema import LinearRecipe
 from megatron_lowprec.training.config.fields import require
@@ -17,7 +18,7 @@ from megatron_lowprec.training.models.sizes import linear_sites, sharding
 
 
 @dataclass(frozen=True)
-class Runs:
+class Execution:
     """How layers are executed: recipe of one phase and architecture ("cpu", "sm90", ...)."""
 
     recipe: Recipe
@@ -53,12 +54,12 @@ class Runs:
         return asked and any(primary_weight_spec(linear) is not None for linear in self.recipe.linear_recipes)
 
     def native_gemms(self, config: Config, site: LinearSite) -> frozenset[str]:
-        """The GEMMs of a linear layer that run natively in FP8."""
+        """The GEMMs of a linear layer that run on a native backend, whose operands are codes."""
         if not config.bf16 or config.emulate:
             return frozenset()
         ranks = sharding(config, site).tensor_ranks
         linear = self.linear(config, site.layer_number, site.name)
-        return native_gemms(linear, self.arch, *site.sizes_on_rank(ranks))
+        return native_gemms(linear, Target(self.arch, *site.sizes_on_rank(ranks)))
 
 
 def stage_layers(config: Config, stage: int) -> range:

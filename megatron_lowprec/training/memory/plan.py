@@ -15,7 +15,7 @@ from megatron_lowprec.training.memory.activations import (
     logit_bytes,
     recomputed_at_once,
 )
-from megatron_lowprec.training.memory.layout import Runs, microbatches_in_flight, stage_layers
+from megatron_lowprec.training.memory.layout import Execution, microbatches_in_flight, stage_layers
 from megatron_lowprec.training.memory.weights import fp32_gradients, graph_buffers, lasting
 
 GIB = 2.0**30
@@ -31,7 +31,7 @@ class MemoryPlan:
     a quantization-error snapshot or a capture adds, which runs layers kernel by kernel beside the graphs.
     """
 
-    runs: Runs
+    runs: Execution
     stage: int
     stages: int
     gpus: int
@@ -72,14 +72,14 @@ def plan(config: Config, recipe: Recipe, padded_vocab_size: int, gpus: int, arch
     Of a recipe with phases, that of the phase with the largest peak.
     """
     plans = [
-        _stage_plan(config, Runs(phase, arch), padded_vocab_size, gpus, stage)
+        _stage_plan(config, Execution(phase, arch), padded_vocab_size, gpus, stage)
         for phase in recipe.stages
         for stage in range(config.pipeline_model_parallel_size)
     ]
     return max(plans, key=lambda found: found.peak)
 
 
-def _stage_plan(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) -> MemoryPlan:
+def _stage_plan(config: Config, runs: Execution, vocabulary: int, gpus: int, stage: int) -> MemoryPlan:
     first, last = stage == 0, stage == config.pipeline_model_parallel_size - 1
     layers = stage_layers(config, stage)
     in_flight = microbatches_in_flight(config, gpus, stage)

@@ -14,7 +14,7 @@ from megatron_lowprec.recipe.coverage import (
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import data_parallel_size
-from megatron_lowprec.training.memory.layout import Runs, microbatches_of, stage_layers
+from megatron_lowprec.training.memory.layout import Execution, microbatches_of, stage_layers
 from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import expert_tensor_ranks, stream_bytes, width_of
 from megatron_lowprec.training.models.sizes import has_bias, linear_sites, norm_weights, other_weights, sharding
@@ -60,7 +60,7 @@ def _linear_weights(config: Config, site: LinearSite, shards: Sharding) -> int:
     return site.in_features * site.out_features // shards.tensor_ranks + has_bias(config, site) * biases
 
 
-def lasting(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) -> tuple[dict[str, float], float]:
+def lasting(config: Config, runs: Execution, vocabulary: int, gpus: int, stage: int) -> tuple[dict[str, float], float]:
     """Bytes that last through a step, by part, and the extra bytes of the update."""
     weights = stage_weights(config, vocabulary, stage)
     data = data_parallel_size(config, gpus) * config.context_parallel_size
@@ -87,7 +87,7 @@ def lasting(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) 
     return resident, max(update, exchanged)
 
 
-def fp32_gradients(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) -> float:
+def fp32_gradients(config: Config, runs: Execution, vocabulary: int, gpus: int, stage: int) -> float:
     """Bytes of fp32 gradients in the backward pass beside stored FP8 codes; 0 where gradients have a buffer.
 
     All weights until the last microbatch under ``gradients.accumulation`` fp32; else the largest of: both layers of an
@@ -124,7 +124,7 @@ def graph_buffers(config: Config, layers: range) -> float:
     return 2.0 * stream_bytes(config) + max(sizes) * width_of(config)
 
 
-def _kept_weights(config: Config, runs: Runs, gpus: int, stage: int) -> float:
+def _kept_weights(config: Config, runs: Execution, gpus: int, stage: int) -> float:
     """Bytes of quantized weights cached across a step's microbatches: 1 per value, or the dtype's width if emulated."""
     if microbatches_of(config, gpus) == 1:
         return 0.0
@@ -139,7 +139,7 @@ def _kept_weights(config: Config, runs: Runs, gpus: int, stage: int) -> float:
     return total
 
 
-def _saved_by_primary_weights(config: Config, runs: Runs, stage: int) -> float:
+def _saved_by_primary_weights(config: Config, runs: Execution, stage: int) -> float:
     """Bytes saved by storing one rank's weights as FP8 codes: the compute dtype's less a code's and its scale's."""
     if not runs.keeps_primary_weights(config):
         return 0.0
@@ -152,7 +152,7 @@ def _saved_by_primary_weights(config: Config, runs: Runs, stage: int) -> float:
     return saved
 
 
-def _quantized_layers(config: Config, runs: Runs, stage: int) -> Iterator[tuple[LinearSite, float]]:
+def _quantized_layers(config: Config, runs: Execution, stage: int) -> Iterator[tuple[LinearSite, float]]:
     """Quantized linear layers of a stage, and the number of weights of each on one rank, without biases."""
     for site in linear_sites(config, stage_layers(config, stage)):
         # Interleaved stages hold other layers; which ones are kept in bf16 then differs a little.

@@ -98,7 +98,7 @@ def weights_are_finite(trainer: Trainer) -> bool:
 
 @dataclass
 class BadSteps:
-    """Counts consecutive skipped steps, those before this start included. ``look`` diagnoses the first it sees."""
+    """Counts consecutive skipped steps, those before this start included. ``diagnose`` runs for the first of them."""
 
     config: Config
     run_folder: Path
@@ -111,13 +111,15 @@ class BadSteps:
         self.in_a_row = 0
         self._told.clear()
 
-    def skipped(self, iteration: int, loss: float, grad_norm: float | None, look: Callable[[], Diagnosis]) -> list[str]:
+    def skipped(
+        self, iteration: int, loss: float, grad_norm: float | None, diagnose: Callable[[], Diagnosis]
+    ) -> list[str]:
         """Record the skipped step that ended as ``iteration``; returns log lines."""
         self.in_a_row += 1
         what = f"loss {loss:.6g}" + ("" if grad_norm is None else f", gradient norm {grad_norm:.6g}")
         lines = [f"iteration {iteration} skipped ({what}): weights and moments stay as they were"]
         if not self._told:
-            diagnosis = look()
+            diagnosis = diagnose()
             lines.append(f"first of it that is not finite: {diagnosis.text}")
             self._gemm = diagnosis.gemm
         self._told += lines

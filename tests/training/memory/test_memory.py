@@ -19,7 +19,7 @@ from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.memory import report
 from megatron_lowprec.training.memory.activations import layer_activations
-from megatron_lowprec.training.memory.layout import Runs
+from megatron_lowprec.training.memory.layout import Execution
 from megatron_lowprec.training.memory.plan import GIB, MemoryPlan, plan
 from megatron_lowprec.training.memory.weights import stage_weights
 from tests.launch import fork_ranks
@@ -246,7 +246,9 @@ def test_a_format_of_saved_activations_frees_what_the_plan_says(
 def test_formats_of_saved_activations_replace_the_codes_of_native_gemms() -> None:
     config = small(swiglu=True, ffn_hidden_size=256, recipe="fp8_blockwise")
     overrides = ["activations.attention_output=e5m6", "activations.swiglu_input=e4m3"]
-    plain, cached = (layer_activations(config, Runs(load_recipe("fp8_blockwise", each))) for each in ([], overrides))
+    plain, cached = (
+        layer_activations(config, Execution(load_recipe("fp8_blockwise", each))) for each in ([], overrides)
+    )
     tokens, width, ffn = 8 * 64, 128, 256
     proj = "input of linear_proj (output of attention)"
     assert {name: plain[name] for name in plain.keys() - cached.keys()} == {

@@ -88,7 +88,7 @@ def test_telemetry_follows_from_the_files_and_losses_stay(drive: Drive, recipe: 
                     continue
                 matrix = {"input": capture.x, "weight": capture.w, "grad_output": capture.dy}[operand]
                 found = QuantizationError.of(
-                    gemms.emulated.error_stats(gemm, operand, matrix, capture.rng_step).tolist()
+                    gemms.backends.resolved.gemms[gemm].error_stats(gemm, operand, matrix, capture.rng_step).tolist()
                 )
                 row = logged[capture.linear_id.path, gemm, operand, name]
                 for field, value in asdict(found).items():

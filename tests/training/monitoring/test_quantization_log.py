@@ -172,7 +172,7 @@ def test_bf16_has_nothing_to_say(drive: Drive, capsys: pytest.CaptureFixture[str
         ),
         (
             {"log_quantization_interval": 5, "transformer_impl": "transformer_engine"},
-            "looks at this project's layers, not at --transformer-impl transformer_engine's; leave one of the two out",
+            "measures this project's layers, not at --transformer-impl transformer_engine's; leave one of the two out",
         ),
     ],
 )

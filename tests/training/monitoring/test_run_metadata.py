@@ -82,8 +82,8 @@ def test_a_run_records_itself(drive: Callable[[list[str]], None]) -> None:
     drive(argv(save="out", recipe="mxfp4", bf16=True, no_save=True, micro_batch_size=4))
     found = read(Path("out/run.json"))
     assert found["recipe"] == "mxfp4"
-    reason = "emulated: no GEMM of e2m1 on cpu"
-    assert found["gemms"] == {"fprop": "not quantized", "dgrad": reason, "wgrad": reason}
+    backend = "emulated on cpu (hopper_fp8: no GEMM of e2m1 on cpu)"
+    assert found["gemms"] == {"fprop": "not quantized", "dgrad": backend, "wgrad": backend}
     assert found["tokens"] == 2 * 4 * 32
     assert found["parameters"] > 64 * 256
     assert (found["iteration"], found["processes"], found["peak_memory_bytes"]) == (2, 1, None)

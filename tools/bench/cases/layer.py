@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_lowprec.linear.layer_tensors import SavedForBackward
+from megatron_lowprec.linear.layer_tensors import InputLayout, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -46,7 +46,7 @@ def tensors(shape: LinearShape, tokens: int, device: torch.device, generator: to
 
 def unquantized(x: torch.Tensor, weight: torch.Tensor) -> SavedForBackward:
     """x and the weight themselves, saved for backward."""
-    return SavedForBackward(weight, x, None, None, None, x.shape)
+    return SavedForBackward(weight, x, None, None, InputLayout(x.shape))
 
 
 class RecipeGemms:
@@ -118,12 +118,13 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, gemms: Gemms, main_grad: torch.Tensor) -> torch.Tensor:
         y, saved = gemms.forward(x, weight)
         ctx.save_for_backward(*saved.tensors())
-        ctx.gemms, ctx.main_grad, ctx.plain = gemms, main_grad, saved[4:]
+        ctx.gemms, ctx.main_grad, ctx.layout = gemms, main_grad, saved.layout
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved = SavedForBackward(*ctx.saved_tensors, *ctx.plain)
+        weight, x, x_scale, weight_amax = ctx.saved_tensors
+        saved = SavedForBackward(weight, x, x_scale, weight_amax, ctx.layout)
         # A dummy weight gradient, which Megatron's data parallelism expects.
         return ctx.gemms.backward(dy, saved, ctx.main_grad), torch.empty_like(saved.weight), None, None
 

@@ -14,7 +14,7 @@ from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import cached, saved_input, stream_bytes, tokens_of, width_of
 
 if TYPE_CHECKING:
-    from megatron_lowprec.training.memory.layout import Runs
+    from megatron_lowprec.training.memory.layout import Execution
 
 
 def resolve(config: Config) -> Config:
@@ -79,7 +79,7 @@ def other_weights(config: Config, layer: int) -> int:
     return 2 * norm if config.qk_layernorm else 0
 
 
-def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, float]:
+def activations(config: Config, runs: Execution | None, layer: int) -> dict[str, float]:
     """Bytes saved for backward.
 
     scaled_dot_product_attention saves queries, keys, values, output and the log-sum-exp of each row, no scores; its
@@ -109,7 +109,7 @@ def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, floa
     return saved
 
 
-def output_codes(runs: Runs | None, entries: float) -> dict[str, float]:
+def output_codes(runs: Execution | None, entries: float) -> dict[str, float]:
     """Bytes of attention's output of that many entries if the recipe saves it in a format, else empty."""
     return cached(runs, "attention_output", "input of linear_proj (output of attention)", entries)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from megatron_lowprec.training.memory.layout import Runs
+    from megatron_lowprec.training.memory.layout import Execution
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Part(Protocol):
     def other_weights(self, config: Config, layer: int) -> int:
         """Weights of a layer outside of its linear layers and the two norms in front of the parts."""
 
-    def activations(self, config: Config, runs: Runs | None, layer: int) -> dict[str, float]:
+    def activations(self, config: Config, runs: Execution | None, layer: int) -> dict[str, float]:
         """Bytes that the part saves for one microbatch's backward pass, by tensor; bf16 without ``runs``."""
 
 

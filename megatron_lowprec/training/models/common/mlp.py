@@ -13,7 +13,7 @@ from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import cached, saved_input, stream_bytes, tokens_of, width_of
 
 if TYPE_CHECKING:
-    from megatron_lowprec.training.memory.layout import Runs
+    from megatron_lowprec.training.memory.layout import Execution
 
 
 def gates(config: Config) -> int:
@@ -85,7 +85,7 @@ def other_weights(config: Config, layer: int) -> int:
     return 0
 
 
-def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, float]:
+def activations(config: Config, runs: Execution | None, layer: int) -> dict[str, float]:
     """Bytes saved for backward; --recompute-gelu and a format of SwiGLU's input do not save linear_fc2's input."""
     wide = backward_bytes(config)
     saved = {
@@ -100,7 +100,7 @@ def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, floa
     return saved
 
 
-def swiglu_codes(config: Config, runs: Runs | None, wide: float) -> dict[str, float]:
+def swiglu_codes(config: Config, runs: Execution | None, wide: float) -> dict[str, float]:
     """Bytes of SwiGLU's input if the recipe saves it in a format, else empty; ``wide`` is the bytes of its output."""
     return cached(runs, "swiglu_input", "input of SwiGLU", wide / width_of(config) * gates(config))
 

@@ -10,7 +10,7 @@ from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 
 if TYPE_CHECKING:
-    from megatron_lowprec.training.memory.layout import Runs
+    from megatron_lowprec.training.memory.layout import Execution
 
 
 def tokens_of(config: Config) -> int:
@@ -38,12 +38,12 @@ def stream_bytes(config: Config) -> float:
     return tokens_of(config) * require(config.hidden_size) * width_of(config) / sequence_ranks(config)
 
 
-def saved_input(config: Config, runs: Runs | None, layer: int, linear: str, size: float) -> float:
+def saved_input(config: Config, runs: Execution | None, layer: int, linear: str, size: float) -> float:
     """Bytes of a linear layer's saved input of ``size`` bytes in the compute dtype; FP8 codes are 1 byte per value."""
     return size / width_of(config) if runs is not None and runs.keeps_codes(config, layer, linear) else size
 
 
-def cached(runs: Runs | None, activation: str, name: str, entries: float) -> dict[str, float]:
+def cached(runs: Execution | None, activation: str, name: str, entries: float) -> dict[str, float]:
     """Name and bytes of an activation of that many entries that the recipe saves in a format; empty without one.
 
     One E8M0 byte of scale for each block.

@@ -18,7 +18,7 @@ from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import sequence_ranks, stream_bytes, tokens_of, width_of
 
 if TYPE_CHECKING:
-    from megatron_lowprec.training.memory.layout import Runs
+    from megatron_lowprec.training.memory.layout import Execution
 
 recomputed_bytes = attention.recomputed_bytes
 
@@ -114,7 +114,7 @@ def other_weights(config: Config, layer: int) -> int:
     return latents * (2 if config.normalization == "LayerNorm" else 1) if config.qk_layernorm else 0
 
 
-def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, float]:
+def activations(config: Config, runs: Execution | None, layer: int) -> dict[str, float]:
     """Bytes saved for backward; each latent before and after its norm, whole on each rank before it is split again."""
     tokens, width, tensor = tokens_of(config), width_of(config), config.tensor_model_parallel_size
     heads, latent = require(config.num_attention_heads), require(config.kv_lora_rank)

@@ -20,7 +20,7 @@ from megatron_lowprec.training.models.common.rank_sizes import expert_tensor_ran
 from megatron_lowprec.training.models.moe.layer_pattern import canonical_pattern, has_experts, layers_with_experts
 
 if TYPE_CHECKING:
-    from megatron_lowprec.training.memory.layout import Runs
+    from megatron_lowprec.training.memory.layout import Execution
 
 _EXPERTS, _SHARED = "mlp.experts", "mlp.shared_experts"
 _NOT_OF_SINKHORN = (
@@ -208,7 +208,7 @@ def other_weights(config: Config, layer: int) -> int:
     return require(config.num_experts) * require(config.hidden_size) if has_experts(config, layer) else 0
 
 
-def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, float]:
+def activations(config: Config, runs: Execution | None, layer: int) -> dict[str, float]:
     """Bytes saved for backward: --moe-router-topk experts per token, with a balanced load."""
     if not has_experts(config, layer):
         return mlp.activations(config, runs, layer)
@@ -238,7 +238,7 @@ def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, floa
     return saved
 
 
-def _bytes_of_input(config: Config, runs: Runs | None, layer: int) -> float:
+def _bytes_of_input(config: Config, runs: Execution | None, layer: int) -> float:
     """Bytes of a token as an expert saves it; --moe-fp8-dispatch leaves it as the codes and scales that arrived."""
     hidden, width = require(config.hidden_size), width_of(config)
     spec = None if runs is None else runs.linear(config, layer, f"{_EXPERTS}.linear_fc1").fprop.input

@@ -8,16 +8,20 @@ from typing import Any
 
 import torch
 
-from megatron_lowprec.linear.grouped.grouped_backend import GroupedBackend
-from megatron_lowprec.linear.grouped.grouped_emulated import GroupedEmulatedGemms
-from megatron_lowprec.linear.grouped.grouped_native import GroupedNativeGemms
-from megatron_lowprec.linear.layer_tensors import SavedForBackward
+from megatron_lowprec.kernels.dispatch import fuses
+from megatron_lowprec.linear.backends import construct
+from megatron_lowprec.linear.backends.grouped_protocol import GroupedBackend, GroupOperand, GroupOperands
+from megatron_lowprec.linear.backends.protocol import CastRequest
+from megatron_lowprec.linear.layer_tensors import InputLayout, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import SIDES
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.token_rows import split_rows
-from megatron_lowprec.recipe.schema import QuantSpec
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
+
+_NO_INPUT = InputLayout(torch.Size())
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,8 @@ class SavedGroup:
     """Tensors of a group's forward pass for its backward pass.
 
     Attributes:
-        x: the input of all experts, [T, I], or its codes from ``GroupedNativeGemms.fprop`` or the dispatcher; None if
-            each expert saves quantized data.
+        x: the input of all experts, [T, I], or its codes: of a backend for wgrad, or of the dispatcher; None if each
+            expert saves quantized data.
         x_scale: decode scales of the codes, or None.
         experts: weight, and the columnwise data of the quantized input if saved, of each expert.
         dispatched: spec of the dispatcher's codes, which are rowwise; None for others.
@@ -38,14 +42,19 @@ class SavedGroup:
     dispatched: QuantSpec | None = None
 
     @staticmethod
-    def of(
-        x: torch.Tensor | QuantizedTensor, weights: Sequence[torch.Tensor], x_scale: torch.Tensor | None = None
-    ) -> SavedGroup:
-        """Saves x for all experts."""
-        experts = tuple(SavedForBackward(weight, None, None, None, None, x.shape) for weight in weights)
+    def of(x: torch.Tensor | QuantizedTensor | GroupOperand, weights: Sequence[torch.Tensor]) -> SavedGroup:
+        """Saves x for all experts, or its operand of wgrad."""
+        experts = tuple(SavedForBackward(weight, None, None, None, _NO_INPUT) for weight in weights)
         if isinstance(x, QuantizedTensor):
             return SavedGroup(*x.rowwise(), experts, x.spec)
-        return SavedGroup(x, x_scale, experts)
+        if isinstance(x, GroupOperand):
+            assert isinstance(x.data, torch.Tensor)
+            return SavedGroup(x.data, x.scale, experts)
+        return SavedGroup(x, None, experts)
+
+    def operand(self) -> GroupOperand | None:
+        """The operand of wgrad; None if x is unquantized or not saved."""
+        return None if self.x is None or self.x_scale is None else GroupOperand(self.x, self.x_scale)
 
     def dequantized(self, dtype: torch.dtype) -> SavedGroup:
         """The same with the dispatcher's codes as a tensor [T, I] in dtype, which wgrad quantizes along tokens."""
@@ -70,10 +79,10 @@ class SavedGroup:
     def with_tensors(self, tensors: Sequence[Any]) -> SavedGroup:
         """The same with other ``tensors``."""
         x, x_scale, *rest = tensors
-        fields = SavedForBackward._fields[: len(rest) // len(self.experts)]
-        experts = zip(self.experts, zip(*[iter(rest)] * len(fields), strict=True), strict=True)
-        restored = tuple(one._replace(**dict(zip(fields, values))) for one, values in experts)
-        return SavedGroup(x, x_scale, restored, self.dispatched)
+        restored, of_all = [], iter(rest)
+        for one, weight, own_x, own_scale, amax in zip(self.experts, of_all, of_all, of_all, of_all, strict=True):
+            restored.append(SavedForBackward(weight, own_x, own_scale, amax, one.layout))
+        return SavedGroup(x, x_scale, tuple(restored), self.dispatched)
 
 
 class GroupedLinearGemms:
@@ -84,8 +93,8 @@ class GroupedLinearGemms:
     Rows of an expert are numbered from 0, and blocks along tokens begin with its first row. Operands, draws and amaxes
     are therefore those of the experts run one after the other.
 
-    The reference runs the experts' GEMMs in a loop. On a GPU ``GroupedEmulatedGemms`` and ``GroupedNativeGemms`` take
-    the GEMMs that they support; operands have the same bits, products may sum in another order.
+    The reference runs the experts' GEMMs in a loop. On a GPU a ``GroupedBackend`` takes the GEMMs that resolve to its
+    row and that its kernels support; operands have the same bits, products may sum in another order.
 
     Args:
         experts: the GEMMs of each expert, in the order of their tokens.
@@ -93,12 +102,11 @@ class GroupedLinearGemms:
 
     def __init__(self, experts: Sequence[LinearGemms]) -> None:
         self.experts = tuple(experts)
-        self._emulated = GroupedEmulatedGemms(self.experts)
-        self._native = GroupedNativeGemms(self.experts)
+        self._built: dict[str, GroupedBackend | None] = {}
 
     def in_one_launch(self, weight: torch.Tensor) -> frozenset[str]:
         """GEMMs that run for all experts in one launch, with a weight [O, I]; others run one expert after the other."""
-        return self._emulated.gemms(weight) | self._native.gemms(weight)
+        return frozenset(name for name in GEMM_OPERANDS if self._supported(name, weight) is not None)
 
     def forward(
         self,
@@ -118,15 +126,20 @@ class GroupedLinearGemms:
             update_amax: record amaxes of delayed scaling; False in evaluation.
             save_input: quantize x for wgrad from the same read, where ``LinearGemms.forward`` can.
         """
-        if self._runs(self._emulated, "fprop", x_TI, weights):
-            x_TI = x_TI if isinstance(x_TI, QuantizedTensor) else x_TI.contiguous()
-            y = self._emulated.fprop(x_TI, tokens, weights, rng_step, update_amax)
-            return y, SavedGroup.of(x_TI, weights)
-        if self._runs(self._native, "fprop", x_TI, weights):
-            y, for_wgrad = self._native.fprop(x_TI, tokens, weights, update_amax, save_input)
-            return y, SavedGroup.of(x_TI, weights) if for_wgrad is None else SavedGroup.of(
-                for_wgrad[0], weights, for_wgrad[1]
-            )
+        backend = self._backend("fprop", x_TI, weights)
+        if backend is not None:
+            for_wgrad = None
+            if isinstance(x_TI, QuantizedTensor):
+                operand = backend.from_codes(x_TI, tokens)
+            else:
+                x_TI = x_TI.contiguous()
+                both = save_input and self._supported("wgrad", weights[0]) is backend
+                request = CastRequest(True, both and backend.fuses_directions("input"), update_amax)
+                rowwise, for_wgrad = backend.quantize("input", x_TI, tokens, rng_step, request)
+                operand = _present(rowwise)
+            of_weights = self._weights("fprop", backend, weights, rng_step, update_amax)
+            y = backend.gemm("fprop", operand, of_weights, tokens, x_TI.dtype)
+            return y, SavedGroup.of(x_TI if for_wgrad is None else for_wgrad, weights)
         products, saved = [], []
         rows = split_rows(x_TI, tokens) if isinstance(x_TI, QuantizedTensor) else x_TI.split(list(tokens))
         for gemms, x, w in zip(self.experts, rows, weights, strict=True):
@@ -135,9 +148,9 @@ class GroupedLinearGemms:
             saved.append(one)
         if isinstance(x_TI, QuantizedTensor):
             return torch.cat(products), SavedGroup.of(x_TI, weights)
-        whole = x_TI if any(one.x_spec is None for one in saved) else None
+        whole = x_TI if any(one.layout.spec is None for one in saved) else None
         return torch.cat(products), SavedGroup(
-            whole, None, tuple(one._replace(x=None) if one.x_spec is None else one for one in saved)
+            whole, None, tuple(one._replace(x=None) if one.layout.spec is None else one for one in saved)
         )
 
     def backward(
@@ -147,7 +160,6 @@ class GroupedLinearGemms:
         saved: SavedGroup,
         rng_step: RngStep,
         accumulate_into: Sequence[torch.Tensor | None],
-        restored: bool = False,
         update_amax: bool = True,
         gemms: Collection[str] = SIDES["grad_output"],
     ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
@@ -157,7 +169,6 @@ class GroupedLinearGemms:
             dy_TO: rows of all experts; or their codes, of ``LinearGemms.quantize_tokens``.
             tokens, saved, rng_step: of the forward pass.
             accumulate_into: fp32 [O, I] of each expert, to which its dw is added, or None for a new dw in dy's dtype.
-            restored: as ``LinearGemms.wgrad``.
             update_amax, gemms: as ``LinearGemms.grad_output``; the gradients of other GEMMs are None.
         """
         has_dx, has_dw, none = "dgrad" in gemms, "wgrad" in gemms, [None] * len(tokens)
@@ -165,24 +176,33 @@ class GroupedLinearGemms:
         codes, dy_TO = (dy_TO, dy_TO.dequantize(dy_TO.dtype)) if isinstance(dy_TO, QuantizedTensor) else (None, dy_TO)
         weights = [one.weight for one in saved.experts]
         whole = saved.x is not None or not has_dw
-        if whole and self._runs(self._emulated, "wgrad", dy_TO, weights):
-            dy_TO = dy_TO.contiguous()
-            dx = self._emulated.dgrad(dy_TO if codes is None else codes, tokens, weights, rng_step) if has_dx else None
-            if saved.x is None:
+        backend = self._backend("wgrad", dy_TO, weights) if whole else None
+        if backend is not None:
+            dy_TO, dy, x = dy_TO.contiguous(), GroupOperands(), saved.operand()
+            one_cast = backend.fuses_directions("grad_output")
+            rowwise, dx = has_dx and codes is None, None
+            if one_cast and (rowwise or has_dw):
+                request = CastRequest(rowwise, has_dw, update_amax)
+                dy = backend.quantize("grad_output", dy_TO, tokens, rng_step, request)
+            if has_dx:
+                by_row = dy.rowwise if codes is None else backend.from_codes(codes, tokens)
+                if by_row is None:  # one direction is in memory at a time
+                    request = CastRequest(True, False, update_amax)
+                    by_row = backend.quantize("grad_output", dy_TO, tokens, rng_step, request).rowwise
+                w = self._weights("dgrad", backend, weights, rng_step, update_amax)
+                dx = backend.gemm("dgrad", _present(by_row), w, tokens, dy_TO.dtype)
+                del by_row
+            if not has_dw or saved.x is None:
                 return dx, none
+            by_column = dy.columnwise
+            if by_column is None:
+                request = CastRequest(False, True, update_amax)
+                by_column = backend.quantize("grad_output", dy_TO, tokens, rng_step, request).columnwise
+            if x is None:  # fprop by the same spec has recorded its amax
+                request = CastRequest(False, True, update_amax and not self.experts[0].backends.one_spec["input"])
+                x = backend.quantize("input", saved.x.contiguous(), tokens, rng_step, request).columnwise
             totals, overwrite = self._totals(accumulate_into, weights)
-            self._emulated.wgrad(dy_TO, saved.x, tokens, rng_step, totals, overwrite)
-            return dx, totals
-        if whole and self._runs(self._native, "wgrad", dy_TO, weights):
-            by_row, by_column = self._native.grad_output(dy_TO, tokens, codes, update_amax, gemms)
-            dx = None
-            if by_row is not None:
-                dx = self._native.dgrad(by_row, tokens, weights, dy_TO.dtype, update_amax)
-            if saved.x is None or by_column is None:
-                return dx, none
-            x_or_codes = saved.x if saved.x_scale is None else (saved.x, saved.x_scale)
-            totals, overwrite = self._totals(accumulate_into, weights)
-            self._native.wgrad(by_column, x_or_codes, tokens, totals, overwrite, update_amax)
+            backend.wgrad(_present(by_column), _present(x), tokens, totals, overwrite)
             return dx, totals
         assert saved.x_scale is None
         rows = list(tokens)
@@ -198,24 +218,64 @@ class GroupedLinearGemms:
             if has_dx:
                 parts.append(expert.dgrad(grad, one.weight, rng_step, one.weight_amax))
             if has_dw:
-                x_or_data = x if one.x_spec is None else one.input()
+                x_or_data = x if one.layout.spec is None else one.input()
                 assert x_or_data is not None
-                dw.append(expert.wgrad(grad, x_or_data, rng_step, accumulate_into=total, restored=restored))
+                dw.append(expert.wgrad(grad, x_or_data, rng_step, accumulate_into=total))
         return torch.cat(parts) if has_dx else None, dw or none
 
-    def _runs(
-        self,
-        backend: GroupedBackend,
-        name: str,
-        rows: torch.Tensor | QuantizedTensor,
-        weights: Sequence[torch.Tensor],
-    ) -> bool:
-        """Whether a backend's kernels run a GEMM on the input or output gradient of all experts, and their weights."""
+    def _backend(
+        self, name: str, rows: torch.Tensor | QuantizedTensor, weights: Sequence[torch.Tensor]
+    ) -> GroupedBackend | None:
+        """The backend that runs a GEMM on x or dy of all experts, and their weights; None for the loop."""
         # instrumented, or in evaluation before any amax: not all experts may have the same scales
         if not all(isinstance(gemms, LinearGemms) and gemms.records for gemms in self.experts):
-            return False
+            return None
         alike = all(w.is_contiguous() and w.dtype == rows.dtype for w in weights)
-        return alike and rows.shape[0] > 0 and name in backend.gemms(weights[0])
+        return self._supported(name, weights[0]) if alike and rows.shape[0] > 0 else None
+
+    def _supported(self, name: str, weight: torch.Tensor) -> GroupedBackend | None:
+        """The backend whose kernels run a GEMM with a weight [O, I]; dgrad and wgrad only together."""
+        if not fuses(weight):
+            return None
+        backends = self.experts[0].backends
+        backends.resolve(weight)
+        together = ("fprop",) if name == "fprop" else SIDES["grad_output"]
+        (row, *others) = {backends.resolved.gemms[gemm].name for gemm in together}
+        if others:
+            return None
+        if row not in self._built:
+            self._built[row] = construct.grouped(row, self.experts)
+        backend = self._built[row]
+        if backend is None or any(backend.why_not(gemm, weight) is not None for gemm in together):
+            return None
+        return backend
+
+    def _weights(
+        self,
+        name: str,
+        backend: GroupedBackend,
+        weights: Sequence[torch.Tensor],
+        rng_step: RngStep,
+        update_amax: bool,
+    ) -> GroupOperand:
+        """Weights of all experts for a GEMM, from the first expert's cache if that holds them."""
+        primary = [weight for weight in weights if isinstance(weight, Fp8Weight)]
+        if primary and update_amax and primary[0].spec.scaling == "delayed":
+            self._record_amax(primary)
+        cache = self.experts[0].weight_cache
+        found: GroupOperand | None = cache.get_group(name, backend.name)
+        if found is None:
+            found = backend.weights(name, weights, rng_step, update_amax)
+            if update_amax:
+                cache.put_group(name, backend.name, found)
+        return found
+
+    def _record_amax(self, weights: Sequence[Fp8Weight]) -> None:
+        """As ``AmaxHistory.update_amax``, of FP8 primary weights that no cast reads."""
+        histories = [gemms.histories["weight"] for gemms in self.experts]
+        newest = [history.cells(slot)[1] for history, slot in histories]
+        amax = torch.cat([weight.main_amax for weight in weights]).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        torch._foreach_maximum_(newest, amax.split(1))
 
     def _totals(
         self, accumulate_into: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]
@@ -228,3 +288,8 @@ class GroupedLinearGemms:
                 gemms.main_grad_is_zero = False
             totals.append(torch.empty_like(weight) if total is None else total)
         return totals, overwrite
+
+
+def _present(operand: GroupOperand | None) -> GroupOperand:
+    assert operand is not None, "a backend returned no operand in a direction that was requested"
+    return operand

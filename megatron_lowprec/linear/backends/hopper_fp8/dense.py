@@ -12,15 +12,23 @@ from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
 from megatron_lowprec.kernels.dispatch import load, transpose_codes
 from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE, SCALE_ALIGNMENT, scaled_gemm
-from megatron_lowprec.linear.backend import gemm_operands
-from megatron_lowprec.linear.linear_id import SIDES, LayerAmax
+from megatron_lowprec.linear.backends.protocol import (
+    CastRequest,
+    GemmBackend,
+    KnownAmax,
+    LayerContext,
+    gemm_operands,
+)
+from megatron_lowprec.linear.layer_tensors import CastFusion
+from megatron_lowprec.linear.linear_id import SIDES
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
-from megatron_lowprec.recipe.schema import LinearRecipe, QuantSpec
+from megatron_lowprec.recipe.schema import QuantSpec
 
 
-class NativeGemms:
+class HopperFp8Gemms(GemmBackend):
     """``GemmBackend`` on FP8 tensor cores; its gemm adds a bias before it rounds to bf16.
 
     Attributes:
@@ -28,7 +36,12 @@ class NativeGemms:
         reductions: (tensor, columnwise) -> amax reduction over ranks that share its current scale, or None.
     """
 
-    def __init__(self, recipe: LinearRecipe, layer_amax: LayerAmax) -> None:
+    fuses_producer = True
+    one_cast = frozenset(SIDES)
+    caches_primary = frozenset({"dgrad"})  # a transposed copy; fprop's operand aliases the codes
+
+    def __init__(self, context: LayerContext) -> None:
+        recipe, layer_amax = context.recipe, context.layer_amax
         self._amax = layer_amax
         self.fast_accumulation = {name: gemm.fast_accumulation for name, gemm in recipe.gemms.items()}
         # (tensor, columnwise) -> its spec
@@ -46,36 +59,31 @@ class NativeGemms:
         tensor: str,
         matrix: torch.Tensor | CastPrologue,
         rng_step: RngStep,
-        *,
-        rowwise: bool,
-        columnwise: bool,
-        update_amax: bool = True,
-        amax: torch.Tensor | None = None,
-        local_amax: torch.Tensor | None = None,
-        sums: bool = False,
-        codes: bool = False,
+        request: CastRequest,
+        amax: KnownAmax | None = None,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         """As ``GemmBackend``, for bf16 on a GPU; without stochastic rounding.
 
         A computed prologue requires granularity "tensor" and a known scale; a split one excludes granularity "row".
         """
+        rowwise, columnwise, update_amax, sums, _ = request
         spec, casts = self._specs[tensor, not rowwise], load("cast_fp8")
-        observed = None
+        observed = scale_amax = None
         if isinstance(matrix, torch.Tensor) and matrix.stride(1) != 1:
             matrix = matrix.contiguous()
         if spec.scaling == "delayed":
             history, slot = self._amax.histories[tensor]
-            amax, newest = history.cells(slot)
+            scale_amax, newest = history.cells(slot)
             observed = newest if update_amax and self._amax.records else None
         elif spec.granularity == "tensor":
-            if amax is None:
+            scale_amax = casts.amax_of(matrix, vectors=False) if amax is None else amax.value
+            if amax is None or not amax.reduced:
                 # both directions share the tensor's ranks
                 reduce = self.reductions[tensor, not rowwise]
-                amax = casts.amax_of(matrix, vectors=False) if local_amax is None else local_amax
-                amax = amax if reduce is None else reduce(amax)
+                scale_amax = scale_amax if reduce is None else reduce(scale_amax)
         elif spec.granularity == "row":
-            amax = casts.amax_of(matrix, vectors=True)
-            for part, direction in zip(amax.split(matrix.shape), (False, True), strict=True):
+            scale_amax = casts.amax_of(matrix, vectors=True)
+            for part, direction in zip(scale_amax.split(matrix.shape), (False, True), strict=True):
                 reduce = self.reductions.get((tensor, direction))
                 if reduce is not None:
                     part.copy_(reduce(part))
@@ -84,7 +92,7 @@ class NativeGemms:
             rule_of(spec),
             rowwise=rowwise,
             columnwise=columnwise,
-            amax=amax,
+            amax=scale_amax,
             observed=observed,
             sums=sums,
         )
@@ -100,8 +108,23 @@ class NativeGemms:
             return codes, None if scale is None else _aligned(scale)
         return transpose_codes(codes, ROW_MULTIPLE), scale
 
+    def primary_weight(self, gemm: str, weight: Fp8Weight) -> QuantizedTensor:
+        """As ``GemmBackend``: the codes."""
+        return weight.quantized(columnwise=gemm == "dgrad", codes=True)
+
+    def supported_fusion(self, tensor: str) -> CastFusion:
+        """As ``GemmBackend``: "source" under a known scale of the whole tensor, "amax" under a current one."""
+        spec = self._specs[tensor, False]
+        if spec.granularity != "tensor":
+            return None
+        return "source" if spec.scaling == "delayed" else "amax"
+
+    def accepts_split_input(self, tensor: str) -> bool:
+        """As ``GemmBackend``."""
+        return self._specs[tensor, False].granularity != "row"
+
     def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
-        """fp32 [1] over the ranks that hold parts, if fprop and dgrad share one current scale of w; else None."""
+        """As ``GemmBackend``."""
         spec = self._specs.get(("weight", False))
         if spec is None or spec != self._specs.get(("weight", True)):
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,45 +18,40 @@ from megatron_lowprec.kernels.gemm.reference import Product, gemm
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import block_amax, scale_blocks
 from megatron_lowprec.kernels.quantize.rule import Direction
-from megatron_lowprec.linear.backend import gemm_operands
+from megatron_lowprec.linear.backends.protocol import (
+    CastRequest,
+    GemmBackend,
+    KnownAmax,
+    LayerContext,
+    gemm_operands,
+)
 from megatron_lowprec.linear.layer_tensors import in_memory
-from megatron_lowprec.linear.linear_id import SIDES, LayerAmax
+from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.device_rng_step import device_rng_step
 from megatron_lowprec.quantization.error_stats import error_stats
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import delayed_encode_scale, mx_rule, quantize_by_reference
-from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
+from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
 from megatron_lowprec.quantization.token_rows import stored_codes
-from megatron_lowprec.quantization.transform import Transform, Transforms
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, LinearRecipe, QuantSpec
+from megatron_lowprec.quantization.transform import Transform
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
 
 
-class EmulatedGemms:
+class EmulatedGemms(GemmBackend):
     """``GemmBackend`` for any device; quantizes by the reference or by the fused MX kernel.
 
-    Args:
-        recipe: specs of all GEMMs.
-        rounding: streams of stochastic rounding, by GEMM and tensor.
-        transforms: Hadamard transforms of the GEMMs.
-        layer_amax: amax histories, and the ranks that share scales.
-        emulate_accumulator: sum the GEMMs that ask for fast accumulation as Hopper's tensor cores do;
-            ``native_support.check_accumulator`` must pass.
-
     Attributes:
+        rounding, transforms: of the context.
         specs: spec by GEMM and tensor; None if not quantized.
         alpha: factor of each GEMM's fp32 sum.
         products: GEMMs that ``emulate_accumulator`` sums otherwise.
     """
 
-    def __init__(
-        self,
-        recipe: LinearRecipe,
-        rounding: Mapping[tuple[str, str], RandomStream],
-        transforms: Transforms,
-        layer_amax: LayerAmax,
-        emulate_accumulator: bool = False,
-    ) -> None:
-        self.rounding, self.transforms, self._amax = rounding, transforms, layer_amax
+    one_cast = frozenset({"grad_output"})  # a second direction of x or w would occupy memory until the backward pass
+
+    def __init__(self, context: LayerContext) -> None:
+        recipe, self.rounding, self.transforms, self._amax, emulate_accumulator = context
         self.specs: dict[tuple[str, str], QuantSpec | None] = {
             (name, tensor): getattr(recipe.gemms[name], tensor)
             for name, tensors in GEMM_OPERANDS.items()
@@ -81,20 +75,11 @@ class EmulatedGemms:
         tensor: str,
         matrix: torch.Tensor | CastPrologue,
         rng_step: RngStep,
-        *,
-        rowwise: bool,
-        columnwise: bool,
-        update_amax: bool = True,
-        amax: torch.Tensor | None = None,
-        local_amax: torch.Tensor | None = None,
-        sums: bool = False,
-        codes: bool = False,
+        request: CastRequest,
+        amax: KnownAmax | None = None,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-        """As ``GemmBackend``; takes the amax from the matrix, leaves sums to the caller.
-
-        Both directions only where ``fuses_both_directions``.
-        """
-        matrix = in_memory(matrix)
+        """As ``GemmBackend``; takes the amax from the matrix, leaves sums to the caller."""
+        matrix, (rowwise, columnwise, update_amax, _, codes) = in_memory(matrix), request
         name = SIDES[tensor][not rowwise]
         spec, transform = self.specs[name, tensor], self.transform(name, rng_step)
         if spec is None or matrix.numel() == 0:  # an expert may get no tokens
@@ -173,8 +158,12 @@ class EmulatedGemms:
         kept = None if in_data or not codes.numel() else scale
         return values.t().contiguous() if columnwise else values, kept
 
-    def fuses_both_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
-        """Whether one kernel reads a matrix once for both GEMMs that contract it; these share its spec."""
+    def primary_weight(self, gemm: str, weight: Fp8Weight) -> QuantizedTensor:
+        """As ``GemmBackend``: the codes' values."""
+        return weight.quantized(columnwise=gemm == "dgrad", codes=False, on_grid=gemm in self.products)
+
+    def fuses_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
+        """As ``GemmBackend``: where the MX kernel does."""
         by_row, by_column = SIDES[tensor]
         spec = self.specs[by_row, tensor]
         if spec is None or not isinstance(matrix, torch.Tensor) or matrix.stride(1) != 1:
@@ -218,10 +207,7 @@ class EmulatedGemms:
         return math.prod(scales, start=self.alpha[name])
 
     def error_stats(self, name: str, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
-        """``operand_stats`` of a tensor [M, N] in a GEMM, by one more quantization; changes no history and no draw.
-
-        All ranks that share the operand's scale must call it. The tensor is not empty, and the recipe quantizes it.
-        """
+        """As ``GemmBackend``, from codes and scales that are not multiplied."""
         spec, transform = self.specs[name, tensor], self.transform(name, rng_step)
         assert spec is not None
         if spec.source == "fprop":

@@ -1,0 +1,142 @@
+"""Emulated GEMMs of a layer's experts on a GPU: one launch per operand and one per product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from megatron_lowprec.kernels.dispatch import load
+from megatron_lowprec.kernels.philox.key import Key
+from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
+from megatron_lowprec.linear.backends.grouped_protocol import GroupedBackend, GroupOperand, GroupOperands
+from megatron_lowprec.linear.backends.protocol import CastRequest
+from megatron_lowprec.linear.linear_id import SIDES
+from megatron_lowprec.quantization.device_rng_step import device_rng_step
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
+from megatron_lowprec.quantization.quantizer import mx_rule
+from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.quantization.transform import Transform
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
+
+if TYPE_CHECKING:
+    from megatron_lowprec.linear.linear_gemms import LinearGemms
+
+
+def has_grouped_kernels(spec: QuantSpec | None) -> bool:
+    """Whether an operand is quantized for all experts in one launch: MX blocks of 32, or not at all."""
+    return spec is None or (spec.block == (1, 32) and spec.scale_format == "e8m0" and spec.source == "original")
+
+
+class GroupedEmulatedGemms(GroupedBackend):
+    """``GroupedBackend`` of emulated MX, or unquantized operands, in bf16.
+
+    Its kernels take the experts' keys and addresses from a table.
+    """
+
+    def __init__(self, experts: Sequence[LinearGemms], name: str) -> None:
+        super().__init__(experts, name)
+        self._backends = [cast(EmulatedGemms, gemms.backends.built(name)) for gemms in experts]
+        self._first = self._backends[0]
+
+    def why_not(self, gemm: str, weight: torch.Tensor) -> str | None:
+        """As ``GroupedBackend``."""
+        if isinstance(weight, Fp8Weight) or weight.dtype != torch.bfloat16:
+            return "kernels take bf16 weights"
+        specs = [self._first.specs[gemm, tensor] for tensor in GEMM_OPERANDS[gemm]]
+        transform = self._first.transforms.of(gemm)
+        quantized = [spec is not None for spec in specs]
+        if not all(map(has_grouped_kernels, specs)):
+            return "kernels quantize MX blocks of 32"
+        if gemm in self._first.products:
+            return "the product emulates Hopper's accumulator"
+        if (any(quantized) or transform is not None) and not all(quantized):
+            return "one operand stays in the compute dtype"
+        if transform is not None and transform[0].block < 32:
+            return "kernels transform blocks of at least 32"
+        # whole groups along features; along tokens the kernels pad
+        group = max(32, self._padding(gemm)) if any(quantized) else 8
+        return f"sizes are no multiples of {group}" if any(size % group for size in weight.shape) else None
+
+    def quantize(
+        self, tensor: str, matrix: torch.Tensor, tokens: Sequence[int], rng_step: RngStep, request: CastRequest
+    ) -> GroupOperands:
+        """As ``GroupedBackend``; along tokens each expert's rows are padded."""
+        found: list[GroupOperand | None] = []
+        for wanted, gemm in zip((request.rowwise, request.columnwise), SIDES[tensor], strict=True):
+            if not wanted:
+                found.append(None)
+            elif self._first.specs[gemm, tensor] is None:
+                found.append(GroupOperand(matrix))
+            else:
+                found.append(GroupOperand(self._quantized(gemm, tensor, matrix.split(list(tokens)), rng_step)))
+        return GroupOperands(*found)
+
+    def from_codes(self, codes: QuantizedTensor, tokens: Sequence[int]) -> GroupOperand:
+        """As ``GroupedBackend``."""
+        return GroupOperand(self._first.from_codes(codes, columnwise=False)[0])
+
+    def weights(self, gemm: str, weights: Sequence[torch.Tensor], rng_step: RngStep, update_amax: bool) -> GroupOperand:
+        """As ``GroupedBackend``."""
+        if self._first.specs[gemm, "weight"] is None:
+            return GroupOperand(weights if gemm == "fprop" else [weight.t() for weight in weights])
+        stacked = self._quantized(gemm, "weight", weights, rng_step).view(len(weights), -1, weights[0].shape[1])
+        return GroupOperand((stacked if gemm == "fprop" else stacked.mT).unbind())
+
+    def gemm(
+        self, name: str, rows: GroupOperand, weights: GroupOperand, tokens: Sequence[int], out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """As ``GroupedBackend``."""
+        product: torch.Tensor = load("grouped_gemm").grouped_gemm(
+            rows.data, weights.data, tokens, alpha=self._first.alpha[name], out_dtype=out_dtype
+        )
+        return product
+
+    def wgrad(
+        self,
+        dy: GroupOperand,
+        x: GroupOperand,
+        tokens: Sequence[int],
+        totals: Sequence[torch.Tensor],
+        overwrite: Sequence[bool],
+    ) -> None:
+        """As ``GroupedBackend``."""
+        padding = self._padding("wgrad")
+        rows = [-(-count // padding) * padding for count in tokens]
+        alpha = self._first.alpha["wgrad"]
+        load("grouped_gemm").grouped_wgrad_(dy.data, x.data, rows, totals, alpha=alpha, overwrite=overwrite)
+
+    def _padding(self, name: str) -> int:
+        """Rows to which an expert's operand along tokens is padded with zeros."""
+        transform = self._first.transforms.of(name)
+        return 1 if transform is None else transform[0].block
+
+    def _quantized(self, name: str, tensor: str, sources: Sequence[torch.Tensor], rng_step: RngStep) -> torch.Tensor:
+        """Operand of a GEMM for all experts, [rows, N]."""
+        spec, transform = self._first.specs[name, tensor], self._first.transforms.of(name)
+        assert spec is not None
+        op, device = load("grouped_quantize"), sources[0].device
+        on_device, signs = device_rng_step(rng_step, device), None
+        if transform is not None:
+            group = transform[0].block
+            if transform[0].signs == "random":
+                of_experts = [backend.transforms.of(name) for backend in self._backends]
+                keys = [Key.of(found[1].key) for found in of_experts if found is not None]
+                signs = op.scaled_signs_of_groups(keys, on_device, group)
+            else:
+                signs = Transform(transform[0]).scaled_signs(device).expand(len(sources), group).contiguous()
+        columnwise = SIDES[tensor][1] == name
+        stream = self._first.rounding[name, tensor]
+        spans = (stream.row_span, stream.column_span)
+        operand: torch.Tensor = op.quantize_mx_groups(
+            sources,
+            mx_rule(spec),
+            columnwise=columnwise,
+            keys=[Key.of(backend.rounding[name, tensor].key) for backend in self._backends],
+            signs=signs,
+            rng_step=on_device,
+            spans=spans[::-1] if columnwise else spans,
+        )
+        return operand

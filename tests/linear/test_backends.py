@@ -1,0 +1,123 @@
+"""The table of backends: the first row without a reason runs a GEMM, and the last row runs what is left."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_lowprec.linear.backends import resolved, table
+from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
+from megatron_lowprec.linear.backends.protocol import CastRequest, GemmBackend
+from megatron_lowprec.linear.backends.table import BACKENDS, FALLBACK, Backend, choose, choose_without_gpu
+from megatron_lowprec.linear.backends.target import Target
+from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec
+
+STEP = RngStep(0, 0)
+
+
+def gemms_of(recipe: str, cache_weights: bool = False) -> LinearGemms:
+    return LinearGemms(get_recipe(recipe), LinearId(1, "x"), 0, AmaxHistory, cache_weights=cache_weights)
+
+
+def test_the_last_row_has_no_conditions() -> None:
+    for gemm in (GemmSpec(), get_recipe("mxfp4_rht_sr").dgrad):
+        assert choose("dgrad", gemm, Target("cpu", 3, 5, "float64")).backend == FALLBACK == BACKENDS[-1].name
+
+
+def test_rows_that_are_passed_over_are_named_with_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row before the others takes what it runs; its reason is named where it does not."""
+    row = Backend(
+        "loud", lambda name, gemm, target: None if name == "fprop" else f"no {name}", "dense.X", archs=("sm99",)
+    )
+    monkeypatch.setattr(table, "BACKENDS", (row, *BACKENDS))
+    gemm, target = get_recipe("mxfp8").fprop, Target("sm90", 256, 256)
+    assert choose("fprop", gemm, target) == ("loud", False, ())
+    found = choose("dgrad", get_recipe("mxfp8").dgrad, target)
+    assert found.describe("sm90") == "emulated on sm90 (loud: no dgrad; hopper_fp8: no MX GEMM on sm90)"
+    assert choose("fprop", gemm, target, emulate=True).describe() == "loud (asked)"
+    assert choose_without_gpu("wgrad", get_recipe("mxfp8").wgrad, target).why == (
+        "on GPUs as well: loud: no wgrad; hopper_fp8: no MX GEMM on sm90"
+    )
+
+
+def test_an_expert_without_tokens_takes_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolved, "arch_of", lambda _: "sm90")
+    gemms, weight = gemms_of("fp8_current", cache_weights=True), torch.randn(128, 128).bfloat16()
+    gemms.backends.resolve(weight)
+    assert {backend.name for backend in gemms.backends.of(weight).gemms.values()} == {"hopper_fp8"}
+    assert gemms.fprop(weight[:0], weight, STEP).shape == (0, 128)
+    assert gemms.weight_cache.get("fprop", "emulated") is not None
+    assert gemms.weight_cache.get("fprop", "hopper_fp8") is None
+
+
+def test_backends_are_resolved_again_for_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolved, "arch_of", lambda _: "sm90")
+    gemms = gemms_of("fp8_blockwise")
+    for weight, row in (
+        (torch.zeros(128, 256), "emulated"),
+        (torch.zeros(128, 256).bfloat16(), "hopper_fp8"),
+        (torch.zeros(128, 256), "emulated"),
+    ):
+        gemms.backends.resolve(weight)
+        assert {backend.name for backend in gemms.backends.resolved.gemms.values()} == {row}
+
+
+def test_wrapped_backends_are_used_meanwhile() -> None:
+    gemms, x = gemms_of("mxfp8"), torch.randn(32, 32)
+    want, seen = gemms.fprop(x, x, STEP), []
+
+    class Wrapped:
+        def __init__(self, inner: GemmBackend) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.inner, name)
+
+        def quantize(self, tensor: str, *rest: object) -> object:
+            seen.append(tensor)
+            return self.inner.quantize(tensor, *rest)  # type: ignore[arg-type]
+
+    with gemms.backends.wrapped(Wrapped):  # type: ignore[arg-type]
+        assert torch.equal(gemms.fprop(x, x, STEP), want)
+    assert seen == ["input", "weight"]
+    gemms.fprop(x, x, STEP)
+    assert len(seen) == 2
+    assert all(isinstance(gemms.backends.resolved.gemms[name], EmulatedGemms) for name in GEMM_OPERANDS)
+
+
+@pytest.mark.parametrize("gemms", [("dgrad", "wgrad"), ("dgrad",), ("wgrad",)])
+def test_dy_is_quantized_once_by_a_backend_that_fuses_both_directions(
+    monkeypatch: pytest.MonkeyPatch, gemms: tuple[str, ...]
+) -> None:
+    """One read for the GEMMs that follow, and none of those that do not; a backend that does not fuse waits."""
+    layer, requests = gemms_of("fp8_blockwise"), list[tuple[str, CastRequest]]()
+    dy, quantize = torch.randn(128, 128), EmulatedGemms.quantize
+
+    def noted(
+        self: EmulatedGemms, tensor: str, matrix: torch.Tensor, step: RngStep, request: CastRequest, *_: object
+    ) -> object:
+        requests.append((self.name, request))
+        return quantize(self, tensor, matrix, step, request._replace(columnwise=not request.rowwise))
+
+    monkeypatch.setattr(EmulatedGemms, "quantize", noted)
+    assert layer.grad_output(dy, STEP, gemms=gemms).quantized is None
+    monkeypatch.setattr(EmulatedGemms, "fuses_producer", True)
+    monkeypatch.setattr(EmulatedGemms, "fuses_directions", lambda *_: True)
+    layer.grad_output(dy, STEP, gemms=gemms)
+    assert requests == [("emulated", CastRequest("dgrad" in gemms, "wgrad" in gemms))]
+
+
+def test_a_tensor_of_two_specs_is_not_quantized_in_one_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolved, "arch_of", lambda _: "sm90")
+    recipe = get_recipe("fp8_current")
+    fprop = replace(recipe.fprop, input=replace(recipe.fprop.input, format="e5m2"))  # type: ignore[type-var]
+    layer = LinearGemms(replace(recipe, fprop=fprop), LinearId(1, "x"), 0, AmaxHistory)
+    assert layer.backends.one_spec == {"input": False, "weight": True, "grad_output": True}
+    layer.backends.resolve(torch.zeros(128, 128).bfloat16())
+    names = {tensor: backend and backend.name for tensor, backend in layer.backends.resolved.one_cast.items()}
+    assert names == {"input": None, "weight": "hopper_fp8", "grad_output": "hopper_fp8"}

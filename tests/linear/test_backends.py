@@ -34,7 +34,7 @@ def test_rows_that_are_passed_over_are_named_with_their_reasons(monkeypatch: pyt
     row = Backend(
         "loud", lambda name, gemm, target: None if name == "fprop" else f"no {name}", "dense.X", archs=("sm99",)
     )
-    monkeypatch.setattr(table, "BACKENDS", (row, *BACKENDS))
+    monkeypatch.setattr(table, "BACKENDS", (row, *(row for row in BACKENDS if row.name in ("hopper_fp8", "emulated"))))
     gemm, target = get_recipe("mxfp8").fprop, Target("sm90", 256, 256)
     assert choose("fprop", gemm, target) == ("loud", False, ())
     found = choose("dgrad", get_recipe("mxfp8").dgrad, target)

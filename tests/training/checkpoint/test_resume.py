@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import tarfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -529,3 +530,15 @@ def test_a_checkpoint_without_optimizer_state_holds_weights(drive: Drive, capsys
     assert "at iteration 2" in capsys.readouterr().out
     assert len(losses(Path("out"))) == 4
     assert not [row for row in rows(Path("out")) if row.get("skipped iterations")]
+
+
+def test_a_checkpoint_of_an_earlier_commit_goes_on(drive: Drive) -> None:
+    """Its recipe has flat fields of scales, its layers have amax histories; the losses were recorded there."""
+    with tarfile.open(Path(__file__).with_name("of_c962186.tar.xz")) as tar:
+        tar.extractall(filter="data")
+    sizes = {"hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 1, "vocab_size": 63, "bf16": True}
+    drive(argv(**sizes, save="stored", train_iters=4, save_interval=2, lr_decay_iters=4, global_batch_size=2))
+    found = [row["lm loss"] for row in rows(Path("stored")) if "lm loss" in row]
+    assert found == pytest.approx([4.882648, 4.885889, 4.846995, 4.839111], rel=1e-5)
+    stored = yaml.safe_load(Path("stored/config.yaml").read_text())["recipe"]
+    assert (stored["dgrad"]["grad_output"]["scale"]["rule"], stored["keep_bf16"]["last_layers"]) == ("floor", 1)

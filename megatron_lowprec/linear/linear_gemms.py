@@ -26,7 +26,7 @@ from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.transform import Transforms
-from megatron_lowprec.recipe.coverage import weight_serves_microbatches, with_current_scales
+from megatron_lowprec.recipe.coverage import weights_of_all_microbatches, with_current_scales
 from megatron_lowprec.recipe.schema import HistorySpec, LinearRecipe
 
 Gather = Callable[[QuantizedTensor], QuantizedTensor]
@@ -83,8 +83,7 @@ class LinearGemms:
         fixed: dict[str, Any] = {"linear_id": linear_id, "seed": seed, "reduce_amax": reduce_amax, "emulate": emulate}
         self._with: Callable[..., LinearGemms] = partial(LinearGemms, history_of=AmaxHistory, **fixed)
         self._fp8_sums = emulate_accumulator
-        cached = [name for name, gemm in recipe.gemms.items() if weight_serves_microbatches(gemm)]
-        self.weight_cache = QuantizedWeightCache(cached if cache_weights else ())
+        self.weight_cache = QuantizedWeightCache(weights_of_all_microbatches(recipe) if cache_weights else ())
         given = histories if reads is None else reads
         self.histories = add_tensors(recipe.delayed_operands(), history_of) if given is None else dict(given)
         layer_amax = LayerAmax(linear_id, self.histories, reduce_amax, records=reads is None)
@@ -324,7 +323,7 @@ class LinearGemms:
             into.columnwise_data, into.columnwise_scale = found
         else:
             into.rowwise_data, into.rowwise_scale = found
-        into.folded = found[1] is None
+        into.folded = found[1] is None  # of both directions, which have one format
         return into
 
     def _stored_weight(

@@ -48,7 +48,7 @@ class Transform:
 
     def _draw(self, device: torch.device) -> None:
         if self.stream is None:
-            self._scaled = self.signs(device) * self.block**-0.5
+            self._scaled = _fixed_signs(self.spec, device, self.block**-0.5)
             return
         both = [self] if self._drawn_with is None else [self, self._drawn_with]
         keys = tuple(Key.of(one.stream.key) for one in both if one.stream is not None)
@@ -63,8 +63,8 @@ class Transform:
 
 
 @lru_cache(maxsize=16)  # a CUDA graph cannot copy from the host
-def _fixed_signs(spec: HadamardSpec, device: torch.device) -> torch.Tensor:
-    return torch.tensor(spec.fixed_signs, dtype=torch.float32, device=device)
+def _fixed_signs(spec: HadamardSpec, device: torch.device, factor: float = 1.0) -> torch.Tensor:
+    return torch.tensor(spec.fixed_signs, dtype=torch.float32, device=device) * factor
 
 
 class Transforms:

@@ -117,10 +117,16 @@ def keeps_all(recipe: Recipe, sites: Iterable[LinearSite], num_layers: int) -> b
     return recipe.quantized and not any(now.at(layer).quantized for now in recipe.stages for layer in layers)
 
 
-def weight_serves_microbatches(gemm: GemmSpec) -> bool:
-    """Whether all microbatches of a step use the same quantized weight, so that it can be cached."""
+def weights_of_all_microbatches(recipe: LinearRecipe) -> list[str]:
+    """The GEMMs whose quantized weight is equal in all microbatches of a step, so that it can be cached."""
+    found = [name for name, gemm in recipe.gemms.items() if gemm.weight is not None and not _draws_weight(gemm)]
+    of_fprop = recipe.dgrad.weight is not None and recipe.dgrad.weight.source == "fprop"
+    return [name for name in found if not (name == "dgrad" and of_fprop and _draws_weight(recipe.fprop))]
+
+
+def _draws_weight(gemm: GemmSpec) -> bool:
     drawn = gemm.hadamard is not None and gemm.hadamard.signs == "random"
-    return gemm.weight is not None and not gemm.weight.random and not drawn
+    return drawn or (gemm.weight is not None and gemm.weight.random)
 
 
 def primary_weight_spec(recipe: LinearRecipe) -> QuantSpec | None:

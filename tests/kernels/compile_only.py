@@ -76,6 +76,8 @@ def mx_operands() -> None:
         Case(128, 256, torch.bfloat16, "e2m1", "floor", "stochastic", 64, "rc"),
         Case(128, 256, torch.bfloat16, "e4m3", "round_up", "nearest_even", 0, "rc"),
         Case(128, 256, torch.bfloat16, "e2m1", "floor", "stochastic", 64, "rc", codes=True),
+        Case(128, 256, torch.bfloat16, "e1m2", "even", "nearest_even", 0, "rc", mx=64),
+        Case(128, 256, torch.bfloat16, "e2m1", "floor", "nearest_even", 64, "rc", mx=16, codes=True),
     ):
         differences(case, "cpu")  # there are some: nothing has run
 

@@ -46,6 +46,7 @@ class Case:
     transposed: bool = False  # x is a transposed view
     special: float | None = None  # one entry of x
     scaled: bool = True  # without, data are plain numbers
+    zero_scale: bool = False  # of a block, as coded scales may be
 
 
 RECIPES = ("mxfp8", "mxfp4_rht_sr")
@@ -64,6 +65,8 @@ CASES = (
     Case(70, 96, "e5m2", WHOLE, "fp32", "fp8"),
     Case(70, 96, "e4m3", MX, special=torch.nan),
     Case(70, 96, "e5m2", WHOLE, "fp32", "fp8", special=torch.inf),
+    Case(33, 64, "e2m1", (16, 16), "fp32", "values", transform=16),
+    Case(20, 64, "e2m1", (1, 16), "fp32", "values", zero_scale=True),
     Case(300, 4200, "e4m3", WHOLE, "fp32", "fp8"),  # more tiles than programs in this test
     Case(64, 200, "e4m3", WHOLE, "fp32", "values", dtype=torch.float32, scaled=False),
     Case(64, 96, "e4m3", WHOLE, "fp32", "values", dtype=torch.float32, scaled=False, special=torch.nan),
@@ -104,6 +107,8 @@ def arguments(case: Case, device: str) -> dict[str, object]:
     elif case.data == "codes":
         data = encode(values, fmt)
         data = data[:, ::2] | (data[:, 1::2] << 4) if fmt.bits == 4 else data
+    if case.zero_scale:
+        x[0, :16], data[0, :16], scale[0, 0] = 1.0, 0, 0
     if not case.scaled:  # an output that is not 0 where the exact product is
         x[3, 8:16], data[3, 8:16] = 0, 1e-2
     return {

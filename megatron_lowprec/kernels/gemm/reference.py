@@ -57,7 +57,7 @@ def gemm(
         total = part if total is None else total + part
     assert total is not None
     if isinstance(alpha, torch.Tensor) or alpha != 1.0:
-        total = total * alpha
+        total = total.mul_(alpha)
     if accumulate_into is None:
         return total.to(out_dtype)
     return accumulate_into.copy_(total) if overwrite else accumulate_into.add_(total)

@@ -68,14 +68,14 @@ def operand_stats(
         sums = (
             part.count_nonzero(),
             ((q == 0) & (part != 0)).sum(),
-            (part.abs() > reach).sum(),
+            ((part.abs() > reach) & (reach > 0)).sum(),  # a coded scale may be zero
             energy,
             error,
             (energy + of_q - error) / 2,
         )
         total[1:SUMS] += torch.stack([each.double() for each in sums])
         amax = block_amax(part, here)
-        counted = torch.where((amax != 0) & scales.isfinite(), scales.double(), torch.nan)
+        counted = torch.where((amax != 0) & (scales != 0) & scales.isfinite(), scales.double(), torch.nan)
         maxima = [amax.amax().double()]
         maxima += [each.nan_to_num(nan=0.0).amax() * has_scale for each in (counted, 1.0 / counted)]
         total[SUMS:] = torch.maximum(total[SUMS:], torch.stack(maxima))

@@ -208,9 +208,11 @@ def _operand_stats_kernel(
         product += tl.sum(small_q * small_x, 2, keep_dims=True).to(tl.float64) * grow
         counts = is_nonzero.to(tl.int32) + tl.where(is_nonzero & (grid == 0.0), 1 << 8, 0)
         if S.SCALES:
-            counts += tl.where(magnitude > _over_cells(scale * S.REACH, ROWS, COLUMNS), 1 << 16, 0)
+            reach = _over_cells(scale * S.REACH, ROWS, COLUMNS)
+            counts += tl.where((magnitude > reach) & (reach > 0.0), 1 << 16, 0)
             high = _over_cells(tl.where(scale == scale, scale, 0.0), ROWS, COLUMNS)
-            low = _over_cells(tl.where(scale == scale, scale, float("inf")), ROWS, COLUMNS)
+            # a coded scale may be zero
+            low = _over_cells(tl.where(scale > 0.0, scale, float("inf")), ROWS, COLUMNS)
             largest = tl.maximum(largest, tl.where(bits != 0, high, 0.0))
             smallest = tl.minimum(smallest, tl.where(bits != 0, low, float("inf")))
         counts = tl.sum(counts, 2, keep_dims=True)

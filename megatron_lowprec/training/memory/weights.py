@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_lowprec.recipe.coverage import (
     LinearSite,
     primary_weight_spec,
-    weight_serves_microbatches,
+    weights_of_all_microbatches,
 )
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
@@ -132,7 +132,7 @@ def _kept_weights(config: Config, runs: Execution, gpus: int, stage: int) -> flo
     for site, weights in _quantized_layers(config, runs, stage):
         native = runs.native_gemms(config, site)
         linear = runs.linear(config, site.layer_number, site.name)
-        kept = [name for name, gemm in linear.gemms.items() if weight_serves_microbatches(gemm)]
+        kept = weights_of_all_microbatches(linear)
         if runs.keeps_primary_weights(config):  # only a transposed copy, which native GEMMs read
             kept = ["dgrad"] if "dgrad" in native else []
         total += weights * sum(1 if name in native else width_of(config) for name in kept)

@@ -81,9 +81,9 @@ class EmulatedGemms(GemmBackend):
         """As ``GemmBackend``; takes the amax from the matrix, leaves sums to the caller."""
         matrix, (rowwise, columnwise, update_amax, _, codes) = in_memory(matrix), request
         name = SIDES[tensor][not rowwise]
-        spec, transform = self.specs[name, tensor], self.transform(name, rng_step)
+        spec = self.specs[name, tensor]
         if spec is None or matrix.numel() == 0:  # an expert may get no tokens
-            operand = matrix if rowwise else matrix.t()
+            operand, transform = matrix if rowwise else matrix.t(), self.transform(name, rng_step)
             data = operand if transform is None else transform.apply(operand).to(operand.dtype)
             return _quantized(matrix, spec, rowwise, data, transform), None
         if spec.scaling == "delayed" and update_amax and self._amax.records:
@@ -118,20 +118,21 @@ class EmulatedGemms(GemmBackend):
         assert spec is not None
         operand = matrix if rowwise else matrix.t()
         if fuses_mx(operand, spec.block, spec.scale_format, transform.block if transform else 1):
-            other = None
+            other = by_column = None
             if rowwise and columnwise:
-                by_column = SIDES[tensor][1]
-                other = self._direction(by_column, tensor, self.transform(by_column, rng_step), matrix.device)
+                second = SIDES[tensor][1]
+                by_column = self.transform(second, rng_step)
+                other = self._direction(second, tensor, by_column, matrix.device)
             source, arguments = self._mx_arguments(name, tensor, operand, rng_step, other)
             cast = load("quantize").quantize_mx(source, mx_rule(spec), **arguments, codes=codes)
             data = cast.rowwise_data if source is operand else cast.columnwise_data
             if codes:
-                data = stored_codes(data, spec, matrix.dtype)
-                return _quantized(matrix, spec, rowwise, data, scale=cast.rowwise_scale)
+                scale = cast.rowwise_scale if source is operand else cast.columnwise_scale
+                return _quantized(matrix, spec, rowwise, stored_codes(data, spec, matrix.dtype), scale=scale)
             quantized = _quantized(matrix, spec, rowwise, data, transform)
             if other is not None:
                 quantized.columnwise_data = cast.columnwise_data
-                quantized.columnwise_transform = None if transform is None else transform.spec
+                quantized.columnwise_transform = None if by_column is None else by_column.spec
             return quantized
         folds = spec.folds_scale and name not in self.products and not codes
         data, scale, of_tensor = quantize_by_reference(
@@ -277,9 +278,25 @@ def _quantized(
     tensor_scale: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """One direction of a matrix; block scales are in the data unless they are given."""
-    made = QuantizedTensor(matrix.shape, matrix.dtype, spec, folded=spec is not None and scale is None)
-    by = "rowwise" if rowwise else "columnwise"
-    for name, value in (("data", data), ("scale", scale), ("tensor_scale", tensor_scale)):
-        setattr(made, f"{by}_{name}", value)
-    setattr(made, f"{by}_transform", None if transform is None else transform.spec)
-    return made
+    folded, of = spec is not None and scale is None, None if transform is None else transform.spec
+    if rowwise:
+        return QuantizedTensor(
+            matrix.shape,
+            matrix.dtype,
+            spec,
+            data,
+            scale,
+            folded=folded,
+            rowwise_tensor_scale=tensor_scale,
+            rowwise_transform=of,
+        )
+    return QuantizedTensor(
+        matrix.shape,
+        matrix.dtype,
+        spec,
+        columnwise_data=data,
+        columnwise_scale=scale,
+        folded=folded,
+        columnwise_tensor_scale=tensor_scale,
+        columnwise_transform=of,
+    )

@@ -19,7 +19,7 @@ class StepCounter(Protocol):
     """Counts what a loop does that makes no calls; layers have the counts that they need in their extra state."""
 
     def counts(self, linear_gemms: LinearGemms) -> dict[str, torch.Tensor]:
-        """int64 scalars: ``steps`` begun, if the layer draws; ``microbatches`` of the last one, if they scale dy."""
+        """int64 scalars: ``steps`` begun, where draws or phases follow; ``microbatches`` of the last, where dy does."""
 
     def resume(self, state: dict[str, torch.Tensor]) -> None:
         """Continue behind the counts in a layer's extra state; a step in progress ends without an update."""

@@ -34,7 +34,7 @@ from megatron_lowprec.mcore.placement import (
 )
 from megatron_lowprec.mcore.rng_step import current_rng_step, set_rng_step
 from megatron_lowprec.mcore.token_dispatch import Fp8Dispatch
-from megatron_lowprec.quantization.amax_history import AmaxHistory, add_tensors
+from megatron_lowprec.quantization.amax_history import AmaxHistory, add_tensors, empty_histories
 from megatron_lowprec.quantization.device_rng_step import enter_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
 from megatron_lowprec.recipe.coverage import (
@@ -187,24 +187,29 @@ class RecipeRuntime:
     def enter_phase(self, step: int) -> list[str]:
         """Enter the recipe's phase of a step, before the step begins; returns the header lines that it changes.
 
-        The layers are bound anew as if a checkpoint continued under another recipe: amax histories of tensors that the
-        phase does not keep are dropped, all other state stays. Without a change of phase nothing happens.
+        The layers are bound anew as if a checkpoint continued under another recipe: amax histories that a layer does
+        not use in the phase are dropped, all other state stays. Without a change of phase nothing happens.
         """
         progress = self._progress._replace(step=step)
-        now = self._used.during(progress)
-        if now is self._used.during(self._progress):
+        if self._used.during(progress) is self._used.during(self._progress):
             return []
         lines, self._progress = self.header(), progress
-        dropped = self.recipe.delayed_operands().keys() - now.delayed_operands()
-        for history, slot in (bound.histories[tensor] for bound in self._bound.values() for tensor in dropped):
-            history.load_state(slot, None)
         for collected in (self.layers, self.kept, self.rerun_in_bf16, self.backends):
             collected.clear()
         for module, bound in self._bound.items():
             self.bind_linear(module, bound.layer_number, bound.name, bound.expert)
         for layer in self.transformer_layers:
             link_norms(layer)
+        self.fit_histories()
         return [line for line in self.header() if line not in lines]
+
+    def fit_histories(self) -> bool:
+        """Drop amax histories that layers do not use now; returns whether any that one uses is empty."""
+        for module, bound in self._bound.items():
+            for tensor in bound.histories.keys() - module.bound_gemms.recipe.delayed_operands():
+                history, slot = bound.histories[tensor]
+                history.load_state(slot, None)
+        return any(empty_histories(layer.recipe, layer.histories, gradients=True) for layer in self.layers)
 
     def begin_step(self, step: int) -> None:
         """Begin a training step, before its first forward, with zero gradients; ``step`` counts iterations completed.

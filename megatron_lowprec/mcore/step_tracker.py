@@ -52,7 +52,7 @@ class StepTracker:
 
     Attributes:
         recipe: the argument.
-        steps: steps begun so far, which ``load_state_dict`` of a layer that draws continues.
+        steps: steps begun so far, which ``load_state_dict`` continues if the recipe draws or has phases.
 
     Raises:
         UserError: outside of Megatron-LM the recipe changes the optimizer or the exchange of gradients; or its weights
@@ -107,7 +107,7 @@ class StepTracker:
 
     def counts(self, linear_gemms: LinearGemms) -> dict[str, torch.Tensor]:
         """As ``StepCounter``."""
-        steps = {"steps": torch.tensor(self.steps)} if linear_gemms.recipe.random else {}
+        steps = {"steps": torch.tensor(self.steps)} if self.recipe.random or self.recipe.phases else {}
         if not self._microbatches or "grad_output" not in linear_gemms.histories:
             return steps
         return {**steps, "microbatches": torch.tensor(self._microbatches)}
@@ -117,6 +117,8 @@ class StepTracker:
         self._end(updated=False)
         self.steps = int(state.get("steps", self.steps))
         self._microbatches = int(state.get("microbatches", self._microbatches))
+        if self.recipe.phases:
+            self._enter_phase(max(self.steps - 1, 0))  # an evaluation may follow
 
     def check(self, config: TransformerConfig) -> None:
         """Check that the layers can be built and their passes followed.
@@ -189,11 +191,7 @@ class StepTracker:
 
     def _begin(self, step: int) -> None:
         assert self._runtime is not None
-        changed = self._runtime.enter_phase(step)
-        if changed and self._graphs is not None:
-            self._graphs.recapture()
-        if changed and self._introduced and _is_first_rank():
-            print(*changed, sep="\n", flush=True)
+        self._enter_phase(step)
         if self._captures:
             self._begin_graphs()
         if not self._introduced and _is_first_rank():
@@ -206,6 +204,18 @@ class StepTracker:
         self._rescale_gradients()
         self._step, self._microbatch, self.steps = step, 0, step + 1
         self._runtime.begin_step(step)
+
+    def _enter_phase(self, step: int) -> None:
+        assert self._runtime is not None
+        changed = self._runtime.enter_phase(step)
+        if not changed:
+            return
+        if self._graphs is not None:
+            self._graphs.recapture()
+        if step > 0 and self._runtime.fit_histories():
+            changed.append("delayed scaling begins in this phase: the first step has scale 1 where a history is empty")
+        if self._introduced and _is_first_rank():
+            print(*changed, sep="\n", flush=True)
 
     def _begin_graphs(self) -> None:
         """Capture what ran in the step before: in the first layer's call, where Megatron-core's contexts are open."""

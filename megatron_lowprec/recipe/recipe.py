@@ -266,13 +266,6 @@ class Recipe(LinearRecipe):
             phase.begins(total)
         return Progress(0, total)
 
-    def newly_delayed(self, progress: Progress) -> frozenset[str]:
-        """Tensors whose amax histories begin with this step, in a phase that scales them by a history."""
-        if not self.phases or not progress.step:
-            return frozenset()
-        before = self.during(progress._replace(step=progress.step - 1))
-        return frozenset(self.during(progress).delayed_operands().keys() - before.delayed_operands())
-
     @cached_property
     def stages(self) -> tuple[Recipe, ...]:
         """The recipe before its first phase, and in each phase; none has phases."""

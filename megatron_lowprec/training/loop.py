@@ -16,17 +16,16 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from megatron_lowprec.linear.capture_file import Capture
-from megatron_lowprec.recipe.layer_match import Progress
 from megatron_lowprec.training.calibrate import PASSES, calibrate
 from megatron_lowprec.training.checkpoint import random_state
-from megatron_lowprec.training.checkpoint.checkpoint import Progress as TrainingProgress
+from megatron_lowprec.training.checkpoint.checkpoint import Progress
 from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths
 from megatron_lowprec.training.data.batches import Batches, Data
 from megatron_lowprec.training.distributed.interrupt import Stop, StopReasons, ask_requeue
-from megatron_lowprec.training.distributed.rank_sync import run_on_all_ranks
+from megatron_lowprec.training.distributed.rank_sync import on_any_rank, run_on_all_ranks
 from megatron_lowprec.training.evaluation.validation import evaluate
 from megatron_lowprec.training.manual_gc import ManualGc
 from megatron_lowprec.training.model import Trainer, gathered
@@ -47,7 +46,7 @@ class Run:
     device: torch.device
     trainer: Trainer
     data: Data
-    progress: TrainingProgress
+    progress: Progress
     log: RunLog
     stops: StopReasons
     checkpoints: CheckpointWriter
@@ -100,6 +99,7 @@ def _iterate(run: Run, profiler: Profiler, bad_steps: BadSteps) -> tuple[Stop | 
     saved_at, finite = progress.iteration, True
     update_num_microbatches(progress.consumed_samples)
     if run.uncalibrated and batches:
+        run.log.say(*run.trainer.enter_phase(progress.iteration))
         _calibrate(run)
     # Make up for an evaluation in which the previous run was interrupted.
     stop = run.stops.interrupted() or _evaluate_if_due(run)
@@ -126,8 +126,8 @@ def _enter_phase(run: Run) -> None:
     changed = run.trainer.enter_phase(run.progress.iteration)
     if changed:
         run.log.say(*changed)
-    if run.trainer.runtime.recipe.newly_delayed(Progress(run.progress.iteration, run.config.train_iters)):
-        _calibrate(run)
+        if on_any_rank(run.trainer.fit_histories(), run.device):
+            _calibrate(run)
 
 
 def _calibrate(run: Run) -> None:

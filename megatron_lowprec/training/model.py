@@ -67,6 +67,10 @@ class Trainer(Model):
             self.graphs.recapture()
         return changed
 
+    def fit_histories(self) -> bool:
+        """``RecipeRuntime.fit_histories``."""
+        return isinstance(self.runtime, RecipeRuntime) and self.runtime.fit_histories()
+
 
 def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size: int) -> Trainer:
     """Model, recipe, data parallelism, optimizer and scheduler; collective call after the process groups are set up."""

@@ -18,6 +18,7 @@ from megatron_lowprec.recipe.coverage import (
 )
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.training.checkpoint.changes import recipe_note
 from megatron_lowprec.training.checkpoint.save_lock import SaveLock
 from megatron_lowprec.training.config import te_checks
 from megatron_lowprec.training.config.arguments import parse
@@ -196,7 +197,7 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
     from megatron_lowprec.training.checkpoint import checkpoint
     from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
     from megatron_lowprec.training.data import batches
-    from megatron_lowprec.training.distributed.rank_sync import run_on_all_ranks, same_on_all_ranks
+    from megatron_lowprec.training.distributed.rank_sync import on_any_rank, run_on_all_ranks, same_on_all_ranks
     from megatron_lowprec.training.monitoring.log import RunLog
     from megatron_lowprec.training.monitoring.run_metadata import RunRecord
     from megatron_lowprec.training.monitoring.self_test import self_test
@@ -221,6 +222,8 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
         notes += [f"weights of {plan.found.folder}" if config.finetune else begun, *loaded.notes]
     # that of the last completed step, whose evaluation may be due; the loop enters the next step's
     trainer.enter_phase(max(progress.iteration - 1, 0))
+    if progress.iteration > 0 and plan.found is not None and recipe_note(plan.found, plan.recipe):
+        uncalibrated |= on_any_rank(trainer.fit_histories(), device)  # of layers that the recipe before left in bf16
     if ranks.rank == 0:
         notes += keep_older_run(paths, config)
     run_on_all_ranks(lock.acquire)  # moving an older run's folder has moved the file with it

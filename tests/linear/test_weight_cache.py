@@ -1,11 +1,12 @@
 """A step's microbatches multiply with one quantized weight, which is made once."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_lowprec import get_recipe
+from megatron_lowprec import GemmSpec, QuantSpec, Recipe, get_recipe
 from megatron_lowprec.linear import weight_cache
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
@@ -62,3 +63,12 @@ def test_what_was_made_before_a_capture_is_not_taken_for_granted_in_it(monkeypat
     cache.clear()
     assert cache.get("fprop", "emulated") is None
     assert cache.tensors() == []
+
+
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_a_weight_of_fprop_s_is_kept_only_if_fprop_s_is(rounding: Any) -> None:
+    spec = QuantSpec("e2m1", "1x32", "e8m0", "floor")
+    fprop = GemmSpec(input=spec, weight=replace(spec, rounding=rounding))
+    recipe = Recipe("again", "", fprop=fprop, dgrad=GemmSpec(grad_output=spec, weight=replace(spec, source="fprop")))
+    cache = LinearGemms(recipe, LinearId(1, "x"), 0, AmaxHistory, cache_weights=True).weight_cache
+    assert [cache.holds(gemm) for gemm in ("fprop", "dgrad")] == [rounding == "nearest_even"] * 2

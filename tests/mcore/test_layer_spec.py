@@ -190,6 +190,16 @@ def test_phases_are_followed_without_calls(capsys: pytest.CaptureFixture[str]) -
     assert printed.count(f"{unmatched}layers.2.mlp.linear_fc2\n") == 1
 
 
+def test_a_loaded_model_is_evaluated_in_its_phase() -> None:
+    given = "mxfp8", "phases=[{from_step: 1, gemms: fp8_current}]"  # which draws nothing
+    whole, loaded = Loop(tracked(*given)), Loop(tracked(*given))
+    for _ in range(2):
+        whole.run()
+    loaded.model.load_state_dict(whole.model.state_dict())
+    assert loaded.model.decoder.layers[0].tracker.steps == 2
+    assert loaded.evaluate() == whole.evaluate()
+
+
 def test_a_fraction_of_a_run_needs_its_length() -> None:
     with pytest.raises(UserError, match=r"from_fraction 0\.5 of a run whose number of steps is unknown: .*total_steps"):
         tracked("mxfp8", "phases=[{from_fraction: 0.5, fprop: bf16}]")

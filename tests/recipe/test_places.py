@@ -89,11 +89,6 @@ def test_histories_are_those_of_all_rules_and_phases() -> None:
         replace(MIXED, rules=(Rule.of(short, first=1),))
 
 
-def test_histories_that_begin_with_a_phase() -> None:
-    recipe = ruled(phases=(Phase(from_step=2, fprop=MIXED.fprop), Phase(from_step=4)))
-    assert [step for step in range(6) if recipe.newly_delayed(Progress(step))] == [2]
-
-
 def test_a_recipe_is_quantized_and_random_if_a_rule_or_a_phase_is() -> None:
     plain = get_recipe("bf16")
     assert not plain.quantized

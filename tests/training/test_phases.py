@@ -20,10 +20,11 @@ from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses
 
 STEPS: dict[str, Any] = {"train_iters": 4, "num_layers": 2, "attention_dropout": 0.1, "recipe": "whole.yaml"}
-# histories begin in the first phase, and those of input end in the second
+# histories begin in the first phase, of one layer in the second, where those of input end in the others
 PHASED = [
     "rules=[{last: 1, gemms: bf16}, {layers: ['*.linear_proj'], gemms: mxfp8}]",
-    "phases=[{from_step: 1, gemms: fp8_delayed}, {from_fraction: 0.7, fprop: bf16, dgrad: fp8_delayed}]",
+    "phases=[{from_step: 1, gemms: fp8_delayed}, {from_fraction: 0.7, fprop: bf16, dgrad: fp8_delayed, rules: "
+    "[{layers: ['layers.2.mlp.linear_fc1'], gemms: fp8_delayed}]}]",
 ]
 BY_LAYER_AND_TIME = """
 base: mxfp4_rht_sr

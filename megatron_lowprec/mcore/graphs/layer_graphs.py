@@ -183,7 +183,7 @@ class LayerGraphs:
         self._ends = tuple(torch.zeros(call.shape, dtype=call.dtype, device=device) for _ in range(2))
         for layer, dummies in zip(layers, _dummies([layer.weights for layer in layers]), strict=True):
             layer.dummies = dummies
-            layer.passes.clear()
+            layer.reset()
         if self._stored:  # as the step will: codes of the step before are reduced
             self._model.zero_grad_buffer()
         recorder = self._make_recorder()  # which measures the memory that is reserved before the graphs'

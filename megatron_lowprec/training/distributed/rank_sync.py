@@ -105,6 +105,13 @@ def same_on_all_ranks(what: str, value: str) -> None:
             raise UserError(f"{what} is {values[0]} for rank 0, but {other} for rank {rank}; is the folder shared?")
 
 
+def on_any_rank(here: bool, device: torch.device) -> bool:
+    """Whether a flag is set on any rank; all ranks call it."""
+    flag = torch.tensor(int(here), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
 class AsyncAnyReduce:
     """Logical OR of flags over all ranks, returned one call later; immediately for a single process.
 

@@ -8,9 +8,20 @@ import pytest
 from tests.checks import assert_none_failed
 from tests.launch import torchrun
 from tests.mcore import fused_worker
+from tests.weekly import checks_of
 
 PARALLEL = [name for name in fused_worker.CHECKS if name.endswith(("-sp", "-tp"))]
 """Checks of sequence and tensor parallel models. The others do the same on each rank."""
+
+WEEKLY = {
+    "same-gpt-qk-norms",
+    "same-llama-qk-norms",
+    "fusions-qk-norms",
+    "fusions-current",
+    "fusions-llama-tp",
+    "dropout-gpt-sp",
+    "residuals-recomputed",
+}
 
 
 def run(processes: int, names: Sequence[str], out: Path, **environment: str) -> None:
@@ -22,8 +33,9 @@ def run(processes: int, names: Sequence[str], out: Path, **environment: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_interpreted(processes: int, tmp_path: Path) -> None:
-    names = PARALLEL if processes == 2 else [name for name in fused_worker.CHECKS if name not in PARALLEL]
+def test_interpreted(processes: int, weekly: bool, tmp_path: Path) -> None:
+    checks = checks_of(fused_worker.CHECKS, WEEKLY, weekly)
+    names = [name for name in checks if (name in PARALLEL) == (processes == 2)]
     run(processes, names, tmp_path / "results.json", CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
 
 

@@ -35,6 +35,7 @@ from tests.training.conftest import Drive, driving
 from tests.training.helpers import argv, losses, rows
 from tests.training.monitoring.test_bad_numbers import at, spoiling
 from tests.training.primary_worker import Digests, looking
+from tests.weekly import also_weekly
 
 RECIPES: dict[str, dict[str, Any]] = {
     "fp8_current": {"recipe": "fp8_current"},
@@ -42,6 +43,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     # whole blocks on each of two tensor-parallel ranks
     "fp8_blockwise": {"recipe": "fp8_blockwise", "hidden_size": 256, "ffn_hidden_size": 256},
 }
+EACH_TIME = ("fp8_delayed", "fp8_blockwise")
 WORKER = "tests/training/primary_worker.py"
 COMMON: dict[str, Any] = {"bf16": True, "use_distributed_optimizer": True, "train_iters": 4, "lr_decay_iters": 10}
 FLAG: dict[str, Any] = {"fp8_param_gather": True}
@@ -78,10 +80,11 @@ def halves(name: str, options: dict[str, Any], before: dict[str, Any], after: di
     }
 
 
-def cases() -> dict[str, dict[str, Any]]:
+def cases(weekly: bool) -> dict[str, dict[str, Any]]:
     """Name -> options on two processes."""
     found: dict[str, dict[str, Any]] = {}
-    for recipe, options in RECIPES.items():
+    for recipe in RECIPES if weekly else EACH_TIME:
+        options = RECIPES[recipe]
         for layout, sizes in LAYOUTS.items():
             found[f"{recipe} {layout}"] = COMMON | FLAG | sizes | options | {"no_save": True}
         for layout in ("data", "tensor", "overlapped"):
@@ -98,18 +101,18 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def launch(tmp_path_factory: pytest.TempPathFactory, weekly: bool) -> Path:
     """All runs of ``cases`` on two processes, in one launch."""
 
     def run(folder: Path) -> None:
-        command_lines = {name: argv(**{"save": name} | options) for name, options in cases().items()}
+        command_lines = {name: argv(**{"save": name} | options) for name, options in cases(weekly).items()}
         (folder / "cases.json").write_text(json.dumps(command_lines))
         fork_ranks(2, [WORKER, "cases.json"], folder)
 
     return once(tmp_path_factory, "primary_weights", run)
 
 
-@pytest.fixture(scope="module", params=RECIPES)
+@pytest.fixture(scope="module", params=also_weekly(RECIPES, EACH_TIME))
 def one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Digests]:
     """A recipe, a folder with a run of it on one process, with checkpoints of iterations 2 and 4, and its digests."""
     folder = tmp_path_factory.mktemp("one")
@@ -142,7 +145,7 @@ def test_the_same_main_weights_have_the_same_codes_on_any_layout(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", also_weekly(RECIPES, EACH_TIME))
 def test_every_layout_steps(launch: Path, recipe: str) -> None:
     for layout in LAYOUTS:
         digests = digests_of(launch, f"{recipe} {layout}")
@@ -155,10 +158,11 @@ def test_every_layout_steps(launch: Path, recipe: str) -> None:
 
 
 RESUMED = [f"{recipe} {layout}" for recipe in RECIPES for layout in ("data", "tensor", "overlapped")]
+RESUMED_EACH_TIME = [name for name in RESUMED if name.startswith(EACH_TIME)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*RESUMED, "gated tensor"])
+@pytest.mark.parametrize("name", also_weekly([*RESUMED, "gated tensor"], [*RESUMED_EACH_TIME, "gated tensor"]))
 def test_resume_is_bit_equal(launch: Path, name: str) -> None:
     whole, rest = digests_of(launch, name), digests_of(launch, f"{name} rest")
     assert rest[1:] == whole[2:]  # once loaded, then its two steps
@@ -166,7 +170,7 @@ def test_resume_is_bit_equal(launch: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", also_weekly(RECIPES, EACH_TIME))
 def test_a_checkpoint_has_the_same_codes_on_another_layout(launch: Path, recipe: str) -> None:
     assert digests_of(launch, f"{recipe} data to tensor rest")[1] == digests_of(launch, f"{recipe} data")[2]
 
@@ -217,7 +221,7 @@ def test_a_skipped_step_leaves_the_weights_alone(drive: Drive, monkeypatch: pyte
     assert digests[4] != digests[3]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", also_weekly(RECIPES, EACH_TIME))
 def test_a_main_weight_that_is_not_finite_is_seen(drive: Drive, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     seen = []
 
@@ -401,7 +405,7 @@ def test_layers_that_stay_in_bf16_are_ordinary(drive: Drive, capsys: pytest.Capt
 
 # ---- on a GPU
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", also_weekly(RECIPES, EACH_TIME))
 def test_native_runs_are_near_emulated_ones(tmp_path: Path, recipe: str) -> None:
     common = COMMON | FLAG | {"hidden_size": 128, "train_iters": 20, "lr_decay_style": "constant"} | RECIPES[recipe]
     runs = {"native": {}, "emulated": {"emulate": True}, "overlapped": OVERLAP, "ordinary": {"fp8_param_gather": None}}

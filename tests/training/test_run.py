@@ -21,6 +21,7 @@ from megatron_lowprec.training import loop
 from tests.training.checkpoint.foreign import change
 from tests.training.conftest import Drive, driving
 from tests.training.helpers import argv, losses, rows
+from tests.weekly import also_weekly
 
 LLAMA: dict[str, Any] = {
     "swiglu": True,
@@ -77,6 +78,8 @@ def test_no_evaluation_anywhere_at_eval_iters_0(drive: Drive) -> None:
 SHAPES: dict[str, dict[str, Any]] = {"gpt": {}, "llama": LLAMA}
 RESUMED = [(recipe, "llama" if get_recipe(recipe).activations.quantized else "gpt") for recipe in recipes()]
 RESUMED += [(recipe, "llama") for recipe in ("bf16", "fp8_delayed", "mxfp4_rht_sr", "fp8_lm_o3")]
+RESUMED_EACH_TIME = {f"{r}-gpt" for r in ("bf16", "fp8_delayed", "fp8_blockwise", "mxfp8", "mxfp4_rht_sr", "fp8_lm_o3")}
+RESUMED_EACH_TIME |= {"deepseek_v3-llama", "fp8_delayed-llama"}
 # Dropout is on, and an evaluation comes between: neither may leave a trace.
 # Three layers: where a recipe leaves both ends in bf16, one is quantized.
 IN_PARTS: dict[str, Any] = {
@@ -102,7 +105,7 @@ def losses_in_bf16(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[s
     return {name: losses(folder / name) for name in SHAPES}
 
 
-@pytest.mark.parametrize(("recipe", "shape"), RESUMED, ids=map("-".join, RESUMED))
+@pytest.mark.parametrize(("recipe", "shape"), also_weekly(RESUMED, RESUMED_EACH_TIME))
 def test_every_recipe_resumes_bit_for_bit(
     losses_in_bf16: dict[str, list[str]], drive: Drive, recipe: str, shape: str
 ) -> None:

@@ -10,13 +10,16 @@ from megatron_lowprec.errors import UserError
 
 
 def check_fields(spec: Any) -> None:
-    """Reject values of a dataclass that do not have the types of its annotations.
+    """Reject values of a dataclass that do not have the types of its annotations; a list becomes a tuple.
 
     Raises:
         UserError: names the field, the value, and its type or its choices.
     """
     for name, hint in field_types(type(spec)).items():
         value = getattr(spec, name)
+        if isinstance(value, list) and typing.get_origin(without_none(hint)[0]) is tuple:
+            value = tuple(value)
+            object.__setattr__(spec, name, value)
         if not fits(value, hint):
             choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
             allowed = f"one of {', '.join(choices)}" if choices else described(hint)

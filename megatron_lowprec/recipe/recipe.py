@@ -297,7 +297,7 @@ class Recipe(LinearRecipe):
     @property
     def globs(self) -> tuple[str, ...]:
         """The globs over ``layers.<number>.<linear>`` of all rules."""
-        return tuple(dict.fromkeys(glob for rule in self.rules_of_all_phases for glob in rule.layers))
+        return tuple(dict.fromkeys(glob for rule in self.rules_of_all_phases for glob in rule.layers or ()))
 
     def in_bf16(self, layers: Sequence[str] = (), modules: Sequence[str] = ()) -> Recipe:
         """The recipe with these layers or GEMMs in the compute dtype in every phase; globs as in ``LayerMatch``."""

@@ -31,6 +31,13 @@ def layers_of(match: LayerMatch, layers: int = 10) -> list[int]:
         ({"last": 3}, [8, 9, 10]),
         ({"first": 1, "last": 2}, [1, 9, 10]),
         ({"last_fraction": 0.15}, [9, 10]),  # 1.5 layers
+        ({"first": 0}, []),
+        ({"last": 0}, []),
+        ({"last_fraction": 0.0}, []),
+        ({"layers": ()}, []),
+        ({"layers": [], "modules": ["decoder.layers.0.*"]}, [1]),
+        ({"first": 0, "layers": ("layers.3.*",)}, []),
+        ({"first": 0, "last": 1}, [10]),
         ({"last_fraction": 0.1}, [10]),
         ({"last": 1, "last_fraction": 0.25}, [8, 9, 10]),
         ({"first": 2, "layers": ("layers.[23].*",)}, [2]),
@@ -43,6 +50,21 @@ def layers_of(match: LayerMatch, layers: int = 10) -> list[int]:
 )
 def test_a_match(fields: dict[str, Any], numbers: list[int]) -> None:
     assert layers_of(LayerMatch(**fields)) == numbers
+
+
+def test_an_empty_alternative_is_no_other_rule() -> None:
+    assert Rule(first=1, last=0, layers=["layers.1.*"], modules=[]) == Rule(first=1, layers=("layers.1.*",))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("match", [{"first": 0}, {"last": 0}, {"last_fraction": 0.0}, {"layers": []}])
+def test_a_rule_of_no_layers_changes_nothing_and_is_no_error(match: dict[str, Any]) -> None:
+    data = {**recipe_to_dict(FP4), "rules": [{**match, "gemms": "bf16"}]}
+    recipe = recipe_from_dict(data)
+    check_sizes(recipe, SITES, 3, 1)
+    assert recipe.at(SITES[0].layer(3)).gemms == FP4.gemms
+    stored = recipe_to_dict(recipe)
+    assert stored["rules"][0].items() >= match.items()
+    assert recipe_from_dict(stored) == recipe
 
 
 def test_fractions_are_those_that_were_written() -> None:
@@ -164,8 +186,11 @@ SITES = [LinearSite(n, name, 64, 64, "column") for n in (1, 2, 3) for name in ("
     ("rule", "message"),
     [
         (Rule(layers=("layers.2.mlp.linear_fc3",)), "named like layers.2.mlp.linear_fc2"),
+        (Rule(layers=("decoder.*fc1",)), r"named like .*; give a glob of module paths as modules"),
         (Rule(modules=("decoder.layers.3.mlp.linear_fc1",)), "named like decoder.layers.2.mlp.linear_fc1"),
-        (Rule(first=4), "first is 4, but the model has 3 layers; lower it"),
+        (Rule(first=4), "a rule {first: 4} of recipe mxfp4_rht_sr: first is 4, but the model has 3 layers; lower it"),
+        (Rule(first=1, layers=("layers.2.*",)), r"a rule {layers: \['layers.2.\*'\], first: 1} .* matches no linear"),
+        (Rule(last=1, modules=("decoder.layers.0.*",)), r"matches no linear layer; none .*: change one of the two"),
     ],
 )
 def test_a_rule_that_matches_nothing_is_refused_with_the_nearest_path(rule: Rule, message: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lowprec import GemmSpec, KeepBf16, UserError, get_recipe, load_recipe
+from megatron_lowprec import GemmSpec, HadamardSpec, KeepBf16, UserError, get_recipe, load_recipe
 from megatron_lowprec.recipe.coverage import LinearSite, check_sizes
 from megatron_lowprec.recipe.explain import explain
 from megatron_lowprec.recipe.layer_match import Layer, LayerMatch, Progress
@@ -141,6 +141,29 @@ def test_rules_and_phases_as_text_and_in_python() -> None:
     assert recipe_from_dict(data) == found
 
 
+def test_fields_of_a_gemm_change_the_recipe_s() -> None:
+    wide, plain = (replace(FP4.dgrad, hadamard=found) for found in (HadamardSpec(128), None))
+    recipe = load_recipe(
+        "mxfp4_rht_sr",
+        [
+            "rules=[{first: 1, dgrad: {hadamard: {block: 128}}}, "
+            "{last: 1, gemms: mxfp8, wgrad: {input: {format: e5m2}}}]",
+            "phases=[{from_step: 10, dgrad: {hadamard: null}, rules: [{first: 1, dgrad: {weight: null}}]}]",
+        ],
+    )
+    assert recipe.rules[0].gemms == {"dgrad": wide}
+    assert recipe.rules[1].gemms == FP8.gemms | {"wgrad": load_recipe("mxfp8", ["wgrad.input.format=e5m2"]).wgrad}
+    assert recipe.phases[0].gemms == {"dgrad": plain}
+    assert recipe.phases[0].rules[0].gemms == {"dgrad": replace(plain, weight=None)}  # of the phase
+    assert recipe_from_dict(recipe_to_dict(recipe)) == recipe
+    assert load_recipe("mxfp8", ["rules=[{first: 1, gemms: null}]"]).rules == (Rule.of(BF16, first=1),)
+
+
+def test_rules_and_phases_that_are_null_are_none() -> None:
+    assert load_recipe("mxfp4_rht_sr", [*TEXT, "rules=null", "phases=null", "name=x"]).all_rules == ()
+    assert load_recipe("mxfp4_rht_sr", ["phases=[{from_step: 1, rules: null}]"]).phases == (Phase(from_step=1),)
+
+
 def test_a_recipe_without_rules_is_stored_as_before_there_were_any() -> None:
     """Stored runs are compared by these fields."""
     assert not {"rules", "phases"} & recipe_to_dict(FP4).keys()
@@ -165,6 +188,19 @@ def test_keep_bf16_is_rules_in_front_of_others() -> None:
         ("rules=[{last_fraction: 1.5}]", "rules[0]: last_fraction is 1.5, but must be a fraction of the layers"),
         ("rules=[{fprop: mxpf8}]", "there is no recipe 'mxpf8': did you mean mxfp8"),
         ("rules=[{dgrad: {input: {format: e4m3}}}]", "dgrad multiplies grad_output and weight; dgrad.input must be"),
+        ("rules=[{gemms: {first: 1}}]", "rules[0].gemms is {'first': 1}, but must be the name of a recipe"),
+        (
+            "phases=[{from_step: 1, gemms: bf61}]",
+            "phases[0].gemms takes registered recipes, no files: there is no recipe",
+        ),
+        ("rules=[{gemms: mxfp8_input}]", "rules[0].gemms takes registered recipes, no files: there is no recipe"),
+        ("rules=[{gemm: bf16}]", "rules[0] has no field 'gemm': did you mean gemms"),
+        (
+            "rules=[{fprop: {grad_output: {format: e4m3}}}]",
+            "rules[0]: fprop multiplies input and weight; fprop.grad_out",
+        ),
+        ("phases=[{from_step: 1, rules: [{dgrad: {wieght: null}}]}]", "phases[0].rules[0].dgrad has no field 'wieght'"),
+        ("rules=[{gemms: bf16, fprop: {input: {format: e4m3}}}]", "rules[0].fprop.input lacks granularity: give it a"),
         ("phases=[{fprop: null}]", "phases[0]: a phase begins at from_step or at from_fraction of the run: give one"),
         ("phases=[{from_step: 1, from_fraction: 0.5}]", "give one of the two"),
         ("phases=[{from_step: 0}]", "from_step is 0, but must be at least 1"),

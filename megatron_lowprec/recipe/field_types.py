@@ -3,10 +3,21 @@
 import dataclasses
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal
 
 from megatron_lowprec.errors import UserError
+
+
+@contextmanager
+def named_place(where: str) -> Iterator[None]:
+    """Puts the place in front of a UserError, unless it is the recipe itself."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}" if where else str(error)) from None
 
 
 def check_fields(spec: Any) -> None:

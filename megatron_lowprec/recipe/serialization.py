@@ -6,12 +6,11 @@ import difflib
 import re
 import typing
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.field_types import field_types, fits, without_none
+from megatron_lowprec.recipe.field_types import field_types, fits, named_place, without_none
 from megatron_lowprec.recipe.quant_spec import HadamardSpec, ScaleSpec, TensorScaleSpec
 from megatron_lowprec.recipe.recipe import Phase, Recipe, Rule
 from megatron_lowprec.recipe.registry import get_recipe
@@ -68,7 +67,7 @@ def _with_gemms(data: Any, base: Mapping[str, Any] | None = None, where: str = "
     for gemm in (gemm for gemm in GEMM_OPERANDS if gemm in found):
         value, path = found[gemm], f"{where}.{gemm}".lstrip(".")
         if isinstance(value, Mapping):
-            with _named_place(where):  # before a foreign operand is refused for the fields that it lacks
+            with named_place(where):  # before a foreign operand is refused for the fields that it lacks
                 check_operands(gemm, value)
             found[gemm] = copy.deepcopy(base.get(gemm, {}))
             merge(GemmSpec, found[gemm], value, path)
@@ -93,15 +92,6 @@ def _gemms_of(name: object, where: str) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"{where} takes registered recipes, no files: {error}") from None
     return {gemm: _plain(dataclasses.asdict(spec)) for gemm, spec in gemms.items()}
-
-
-@contextmanager
-def _named_place(where: str) -> Iterator[None]:
-    """Puts the place in front of a UserError, unless it is the recipe itself."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{where}: {error}" if where else str(error)) from None
 
 
 def in_current_form(stored: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -214,7 +204,7 @@ def build(cls: type[T], data: Any, where: str = "") -> T:
     if missing:
         values_of = "it a value" if len(missing) == 1 else "them values"
         raise UserError(f"{_named(cls, where)} lacks {' and '.join(missing)}: give {values_of}")
-    with _named_place(where):  # the field is known here; the error describes the value
+    with named_place(where):  # the field is known here; the error describes the value
         return cls(**values)
 
 

@@ -1,5 +1,6 @@
 """What a recipe answers for a layer and a time: rules, phases, and their forms in YAML, overrides and checkpoints."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -121,6 +122,35 @@ def test_a_recipe_is_quantized_and_random_if_a_rule_or_a_phase_is() -> None:
     assert not plain.quantized
     assert replace(plain, rules=(Rule.of(FP4, last=1),)).random
     assert replace(plain, phases=(Phase(from_step=9, wgrad=FP8.wgrad),)).quantized
+
+
+def test_source_fprop_where_a_rule_or_a_phase_has_no_fprop() -> None:
+    weight = replace(FP8.dgrad.weight, source="fprop")  # type: ignore[type-var]
+    again = replace(FP8, dgrad=replace(FP8.dgrad, weight=weight))
+    late = Phase(from_step=1, fprop=GemmSpec())
+    for fields, place in (
+        ({"rules": (Rule(last=1, fprop=GemmSpec()),)}, "rules[0]"),
+        ({"phases": (Phase(from_step=1), replace(late, from_step=2))}, "phases[1]"),
+        ({"phases": (Phase(from_step=1, rules=(Rule(first=1, fprop=GemmSpec()),)),)}, "phases[0].rules[0]"),
+        (
+            {"phases": (replace(late, dgrad=GemmSpec()),), "rules": (Rule(first=1, dgrad=again.dgrad),)},
+            "rules[0] under",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"^{re.escape(place)}.*: give {re.escape(place)}.* its own dgrad, or set"):
+            replace(again, **fields)
+    replace(again, rules=(Rule.of(BF16, last=1),), phases=(replace(late, dgrad=GemmSpec()),))
+    single = again.in_bf16(["layers.2.*.fprop"])
+    with pytest.raises(UserError, match=r"^layers.2.mlp.linear_fc1: dgrad.weight.source is fprop"):
+        single.at(Layer(2, "mlp.linear_fc1", 2))
+
+
+def test_what_contradicts_in_a_rule_is_named_with_the_rule() -> None:
+    with pytest.raises(UserError, match=r"^rules\[0\]: dgrad multiplies .*; dgrad.input must be left out"):
+        ruled(Rule(dgrad=GemmSpec(input=FP8.fprop.input)))
+    short = load_recipe("fp8_delayed", ["fprop.input.history=16", "wgrad.input.history=16"])
+    with pytest.raises(UserError, match=r"two amax histories, .* and, in phases\[0\].rules\[0\].fprop"):
+        replace(MIXED, phases=(Phase(from_step=1, rules=(Rule.of(short, first=1),)),))
 
 
 # ---- forms

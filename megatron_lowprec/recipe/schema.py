@@ -158,7 +158,13 @@ def check_sources(gemms: Mapping[str, GemmSpec], place: str = "") -> None:
 
 def _check_gemm(gemm: str, spec: GemmSpec) -> None:
     check_operands(gemm, vars(spec))
-    for operand in GEMM_OPERANDS[gemm]:
+    operands = GEMM_OPERANDS[gemm]
+    if spec.hadamard is not None and not any(getattr(spec, operand) for operand in operands):
+        raise UserError(
+            f"{gemm} has a Hadamard transform and no quantized operand: set {gemm}.hadamard=null, or quantize "
+            f"{' or '.join(operands)}"
+        )
+    for operand in operands:
         quant: QuantSpec | None = getattr(spec, operand)
         if quant is not None and quant.scaling == "delayed" and spec.hadamard is not None:
             raise UserError(

@@ -208,6 +208,8 @@ def test_frozen(spec: type) -> None:
     assert spec.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
-def test_a_transform_alone_counts_as_quantized() -> None:
+def test_a_transform_needs_a_quantized_operand() -> None:
     assert not Recipe("r", "").quantized
-    assert Recipe("r", "", dgrad=GemmSpec(hadamard=HadamardSpec())).quantized
+    with pytest.raises(UserError, match=r"dgrad has a Hadamard transform and no quantized operand: set dgrad.hadamard"):
+        Recipe("r", "", dgrad=GemmSpec(hadamard=HadamardSpec()))
+    assert Recipe("r", "", dgrad=GemmSpec(weight=FP8, hadamard=HadamardSpec())).quantized

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.activation_spec import ActivationSpec
-from megatron_lowprec.recipe.layer_match import Progress
+from megatron_lowprec.recipe.layer_match import Layer, Progress
 from megatron_lowprec.recipe.parsing import RecipeLike, load_recipe
 from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec, ScaleSpec, TensorScaleSpec
-from megatron_lowprec.recipe.recipe import GradientSpec, KeepBf16, OptimizerSpec, Phase, Recipe, Rule
+from megatron_lowprec.recipe.recipe import BF16, GradientSpec, KeepBf16, OptimizerSpec, Phase, Recipe, Rule
 from megatron_lowprec.recipe.registry import get_recipe, recipes, register_recipe
 from megatron_lowprec.recipe.schema import GemmSpec, HistorySpec
 
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "BF16",
     "ActivationSpec",
     "GemmSpec",
     "GradientSpec",
     "HadamardSpec",
     "HistorySpec",
     "KeepBf16",
+    "Layer",
     "LowPrecLinear",
     "OptimizerSpec",
     "Phase",

@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.quantize.reference import scale_blocks
 from megatron_lowprec.quantization.quantizer import delayed_encode_scale, quantize_by_reference
 from megatron_lowprec.quantization.random_stream import Purpose, RandomStream, RngStep, stream_key
-from megatron_lowprec.quantization.tensor import as_numbers, block_sizes
-from megatron_lowprec.recipe.schema import GemmSpec, LinearRecipe, QuantSpec
+from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
+from megatron_lowprec.recipe.schema import LinearRecipe, QuantSpec
 
 
 class Draws(NamedTuple):
@@ -33,9 +32,7 @@ class Draws(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """fp32 data [R, K]; their scales [R, K], constant along ``block`` entries of K, or None if multiplied into the
-    data; and the factor that the product is multiplied by.
-    """
+    """fp32 data and their scales [R, K], one along ``block`` of K, None if in the data; and a factor of the product."""
 
     data: Tensor
     scale: Tensor | None
@@ -48,40 +45,46 @@ def three_gemms(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y_TO, dx_TI and dw_OI, in the dtype of the tensors: bf16 or fp32.
 
-    Each operand is quantized from the original tensor (``source: original``). Delayed scaling reads ``amaxes``:
-    "input", "weight", "grad_output" -> fp32 scalar of earlier steps; 0 if missing.
-    """
-    y_TO = gemm("fprop", recipe.fprop, {"input": x_TI, "weight": w_OI}, draws, amaxes)
-    dx_TI = gemm("dgrad", recipe.dgrad, {"grad_output": dy_TO, "weight": w_OI.t()}, draws, amaxes)
-    dw_OI = gemm("wgrad", recipe.wgrad, {"grad_output": dy_TO.t(), "input": x_TI.t()}, draws, amaxes)
+    ``amaxes`` of earlier steps, for delayed scales: "input", "weight", "grad_output" -> fp32 scalar; 0 if missing."""
+    y_TO = gemm("fprop", recipe, {"input": x_TI, "weight": w_OI}, draws, amaxes)
+    dx_TI = gemm("dgrad", recipe, {"grad_output": dy_TO, "weight": w_OI.t()}, draws, amaxes)
+    dw_OI = gemm("wgrad", recipe, {"grad_output": dy_TO.t(), "input": x_TI.t()}, draws, amaxes)
     return y_TO, dx_TI, dw_OI
 
 
-def gemm(name: str, spec: GemmSpec, tensors: dict[str, Tensor], draws: Draws, amaxes: dict[str, Tensor]) -> Tensor:
+def gemm(name: str, recipe: LinearRecipe, pair: dict[str, Tensor], draws: Draws, amaxes: dict[str, Tensor]) -> Tensor:
     """``a @ b.T`` of two tensors [R, K], each transformed and quantized."""
-    operands = []
-    for tensor, x in tensors.items():
-        operand = x.float()
-        if spec.hadamard is not None:  # orthogonal, and the same for both operands: it cancels in the product
-            block, fixed = spec.hadamard.block, spec.hadamard.fixed_signs
+    gemm_spec, operands = recipe.gemms[name], []
+    for tensor, x in pair.items():
+        spec, amax, operand = getattr(gemm_spec, tensor), amaxes.get(tensor, torch.zeros(())), x.float()
+        if spec is not None and spec.source == "fprop":  # instead of the original tensor
+            stream = draws.stream("rounding", "fprop", tensor)
+            operand = quantized(operand.t(), getattr(recipe.fprop, tensor), stream, amax).dequantize().t()
+        if gemm_spec.hadamard is not None:  # orthogonal, and the same for both operands: it cancels in the product
+            block, fixed = gemm_spec.hadamard.block, gemm_spec.hadamard.fixed_signs
             signs = draws.stream("sign", name).signs(block, x.device) if fixed is None else x.new_tensor(fixed).float()
-            operand = hadamard_transform(pad(operand, (0, -x.shape[1] % block)), signs)
-        stream, amax = draws.stream("rounding", name, tensor), amaxes.get(tensor, torch.zeros(()))
-        operands.append(quantize_operand(operand, getattr(spec, tensor), stream, amax))
+            operand = hadamard_transform(torch.nn.functional.pad(operand, (0, -x.shape[1] % block)), signs)
+        operands.append(as_operand(operand, spec, draws.stream("rounding", name, tensor), amax))
     return product(operands[0], operands[1], x.dtype)
 
 
-def quantize_operand(x: Tensor, spec: QuantSpec | None, stream: RandomStream, amax: Tensor) -> Operand:
-    """Elements on the format's grid and decode scales of x, fp32 [R, K]."""
+def quantized(x: Tensor, spec: QuantSpec, stream: RandomStream, amax: Tensor) -> QuantizedTensor:
+    """x, fp32 [R, K], as elements on the format's grid and decode scales."""
+    encode_scale = delayed_encode_scale(amax, spec) if spec.scaling == "delayed" else None
+    elements, scale, of_tensor = quantize_by_reference(x, spec, stream, encode_scale=encode_scale)
+    return QuantizedTensor(x.shape, x.dtype, spec, elements, scale, rowwise_tensor_scale=of_tensor)
+
+
+def as_operand(x: Tensor, spec: QuantSpec | None, stream: RandomStream, amax: Tensor) -> Operand:
+    """The operand of a product."""
     if spec is None:
         return Operand(x, None, x.shape[1], 1.0)
-    encode_scale = delayed_encode_scale(amax, spec) if spec.scaling == "delayed" else None
-    elements, stored, tensor_scale = quantize_by_reference(x, spec, stream, encode_scale=encode_scale)
-    scale, block = as_numbers(stored, spec.scale_format), block_sizes(spec, x)
-    alpha = 1.0 / spec.headroom if tensor_scale is None else tensor_scale / spec.headroom
+    made, block = quantized(x, spec, stream, amax), block_sizes(spec, x)
+    scale, of_tensor = as_numbers(made.scale, spec.scale_format), made.rowwise_tensor_scale
+    alpha = (1.0 if of_tensor is None else of_tensor) / spec.headroom
     if spec.folds_scale:  # exact in the data, also in bf16
-        return Operand(scale_blocks(elements, scale, block), None, x.shape[1], alpha)
-    return Operand(elements, scale_blocks(torch.ones_like(x), scale, block), block[1], alpha)
+        return Operand(scale_blocks(made.elements, scale, block), None, x.shape[1], alpha)
+    return Operand(made.elements, scale_blocks(torch.ones_like(x), scale, block), block[1], alpha)
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:

@@ -45,7 +45,8 @@ def quantize(
 
     Args:
         x: fp32, bf16 or fp16, one or more dimensions; computed in fp32.
-        spec: format, scale and rounding. ``scaling="delayed"`` is treated as current, since there is no history.
+        spec: format, scale and rounding. ``scaling="delayed"`` is treated as current, since there is no history;
+            ``source="fprop"`` as original, since there is no other operand.
         axis: contracted dimension; blocks run along it, and their rows over all other dimensions, flattened.
         random: for stochastic rounding, a stream, or fp32 draws u in [0, 1) of the shape of x (magnitudes are floor(t
             + u)), which elements and scales then share.

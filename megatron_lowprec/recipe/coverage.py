@@ -60,15 +60,18 @@ TensorRanks = int | Callable[[LinearSite], int]
 def unmatched_globs(recipe: Recipe, layers: Sequence[Layer]) -> list[tuple[str, str]]:
     """(glob, nearest path) of each glob of a rule that matches no GEMM: most likely typing errors."""
     found = []
-    for field, paths in (
-        ("layers", [layer.path for layer in layers]),
-        ("modules", [layer.module_path for layer in layers]),
-    ):
-        for glob in dict.fromkeys(glob for rule in recipe.rules_of_all_phases for glob in getattr(rule, field)):
-            match = LayerMatch(layers=(glob,)) if field == "layers" else LayerMatch(modules=(glob,))
-            if layers and not any(match.matches(layer, gemm) for layer in layers for gemm in GEMM_OPERANDS):
-                found.append((glob, (difflib.get_close_matches(glob, paths, n=1) or paths)[0]))
+    for field, path in (("layers", "path"), ("modules", "module_path")):
+        for glob in dict.fromkeys(glob for rule in recipe.rules_of_all_phases for glob in getattr(rule, field) or ()):
+            as_module = _reaches(LayerMatch(modules=(glob,)), layers)
+            if layers and not (as_module if field == "modules" else _reaches(LayerMatch(layers=(glob,)), layers)):
+                paths = [getattr(layer, path) for layer in layers]
+                near = (difflib.get_close_matches(glob, paths, n=1) or paths)[0]
+                found.append((glob, near + "; give a glob of module paths as modules" * as_module))
     return found
+
+
+def _reaches(match: LayerMatch, layers: Sequence[Layer]) -> bool:
+    return any(match.matches(layer, gemm) for layer in layers for gemm in GEMM_OPERANDS)
 
 
 def rule_notes(recipe: Recipe, kept: Sequence[str], layers: Sequence[Layer]) -> list[str]:
@@ -86,20 +89,25 @@ def check_globs(what: str, recipe: Recipe, layers: Sequence[Layer]) -> None:
 
 
 def check_rules(recipe: Recipe, layers: Sequence[Layer], num_layers: int | None) -> None:
-    """Reject a rule that matches no layer of the model, by its glob or by more layers than there are (None: unknown).
+    """Reject a rule that matches no layer of the model: a glob, a count above ``num_layers``, or the two together.
+
+    A rule whose counts are all 0 passes. Of an unknown number of layers only globs are checked.
 
     Raises:
         UserError: with the nearest path.
     """
     check_globs(f"a rule of recipe {recipe.name}", recipe, layers)
-    keep = recipe.keep_bf16
-    counts: dict[str, int] = {"keep_bf16.first_layers": keep.first_layers, "keep_bf16.last_layers": keep.last_layers}
-    for rule in recipe.rules_of_all_phases[len(keep.rules) :]:
-        counts["first"] = max(counts.get("first", 0), rule.first)
-        counts["last"] = max(counts.get("last", 0), rule.last)
-    for name, count in counts.items():
-        if num_layers is not None and count > num_layers:
-            raise UserError(f"{name} is {count}, but the model has {num_layers} layers; lower it")
+    if num_layers is None:
+        return
+    for rule in recipe.rules_of_all_phases:
+        short = rule in recipe.keep_bf16.rules
+        for name, count in (("first", rule.first), ("last", rule.last)):
+            if (count or 0) > num_layers:
+                place = f"keep_bf16.{name}_layers" if short else f"a rule {rule} of recipe {recipe.name}: {name}"
+                raise UserError(f"{place} is {count}, but the model has {num_layers} layers; lower it")
+        if layers and not rule.empty and not _reaches(rule, layers):
+            why = f"none that its globs name is among those that it counts, of {num_layers}: change one of the two"
+            raise UserError(f"a rule {rule} of recipe {recipe.name} matches no linear layer; {why}")
 
 
 def check_no_phases(recipe: Recipe, where: str) -> None:
@@ -155,8 +163,8 @@ def check_primary_weights(recipe: Recipe) -> None:
             "has phases: leave one of the two out"
         )
     if all(primary_weight_spec(linear) is None for linear in recipe.linear_recipes):
-        taken = {name: recipe.gemms[name].weight for name in ("fprop", "dgrad")}
-        found = ", ".join(f"{n} {f'{w.format} by {w.granularity}' if w else 'unquantized'}" for n, w in taken.items())
+        taken = (("fprop", recipe.fprop.weight), ("dgrad", recipe.dgrad.weight))
+        found = ", ".join(f"{n} {f'{w.format} by {w.granularity}' if w else 'unquantized'}" for n, w in taken)
         raise UserError(
             "FP8 weights (fp8_weights, --fp8-param-gather) have fp32 scales by tensor or by 128x128, which fprop and "
             f"dgrad must then share; recipe {recipe.name} takes the weight in {found}: use the GEMMs of fp8_delayed, "
@@ -309,7 +317,8 @@ def indivisible(
 ) -> tuple[str, str] | None:
     """The first GEMM whose blocks do not divide a layer's sizes, and the block and the size; None if all do.
 
-    A block of fp32 scales may be partial at the end of a dimension that no ranks shard, as in DeepSeek-V3's files.
+    A block of fp32 or coded scales may be partial at the end of a dimension that no ranks shard, as in DeepSeek-V3's
+    files. Blocks of E8M0 scales are whole.
 
     Args:
         partial_blocks: False to ask for whole blocks everywhere.
@@ -327,13 +336,11 @@ def indivisible(
         for operand in GEMM_OPERANDS[gemm_name]:
             quant = getattr(gemm, operand)
             if quant is not None and quant.random:
-                wants[contracted, VALUES_PER_DRAW] = (
-                    f"{operand} rounded stochastically, {VALUES_PER_DRAW} values a draw"
-                )
+                draws = f"{operand} rounded stochastically, {VALUES_PER_DRAW} values a draw"
+                wants[contracted, VALUES_PER_DRAW] = draws
             if quant is not None and quant.block is not None:
                 for dimension, multiple in zip((_other(gemm_name, operand), contracted), quant.block, strict=True):
-                    whole = not partial_blocks or quant.scale_format == "e8m0" or dimension == sharded
-                    if whole:
+                    if not partial_blocks or quant.scale_format == "e8m0" or dimension == sharded:
                         wants[dimension, multiple] = f"{operand} block {quant.granularity}"
         for (dimension, multiple), why in wants.items():
             if dimension != "tokens" and sizes[dimension] % multiple:

@@ -3,20 +3,34 @@
 import dataclasses
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal
 
 from megatron_lowprec.errors import UserError
 
 
+@contextmanager
+def named_place(where: str) -> Iterator[None]:
+    """Puts the place in front of a UserError, unless it is the recipe itself."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}" if where else str(error)) from None
+
+
 def check_fields(spec: Any) -> None:
-    """Reject values of a dataclass that do not have the types of its annotations.
+    """Reject values of a dataclass that do not have the types of its annotations; a list becomes a tuple.
 
     Raises:
         UserError: names the field, the value, and its type or its choices.
     """
     for name, hint in field_types(type(spec)).items():
         value = getattr(spec, name)
+        if isinstance(value, list) and typing.get_origin(without_none(hint)[0]) is tuple:
+            value = tuple(value)
+            object.__setattr__(spec, name, value)
         if not fits(value, hint):
             choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
             allowed = f"one of {', '.join(choices)}" if choices else described(hint)

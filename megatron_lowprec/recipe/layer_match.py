@@ -62,11 +62,15 @@ def site_path(layer_number: int, name: str, expert: int = -1) -> str:
     return path if expert < 0 else f"{path} of expert {expert}"
 
 
+_GLOBS, _ENDS = ("layers", "modules"), ("first", "last", "last_fraction")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerMatch:
     """A set of linear layers, or of single GEMMs of them.
 
-    A layer must match a glob, if there is any, and lie at an end, if one is given. Without fields every layer matches.
+    A layer must match a glob, if they are given, and lie at an end, if one is given. Without fields every layer
+    matches. None is a field that is not given; an empty list and a count of 0 match nothing.
 
     Attributes:
         layers: globs over ``layers.<number>.<linear>``, numbers from 1, such as ``layers.3.*`` or ``*.linear_proj``; or
@@ -77,19 +81,35 @@ class LayerMatch:
         last_fraction: the same as a fraction of all layers, rounded up.
     """
 
-    layers: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    first: int = 0
-    last: int = 0
-    last_fraction: float = 0.0
+    layers: tuple[str, ...] | None = None
+    modules: tuple[str, ...] | None = None
+    first: int | None = None
+    last: int | None = None
+    last_fraction: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("first", "last"):
-            if (count := getattr(self, name)) < 0:
+            if (count := getattr(self, name) or 0) < 0:
                 raise UserError(f"{name} is {count}, but must be a number of layers, 0 or more")
-        if not 0.0 <= self.last_fraction <= 1.0:
+        if self.last_fraction is not None and not 0.0 <= self.last_fraction <= 1.0:
             raise UserError(f"last_fraction is {self.last_fraction}, but must be a fraction of the layers, 0 to 1")
+        for names in (_GLOBS, _ENDS):  # beside one that matches, an empty alternative says nothing: one form for both
+            if any(getattr(self, name) for name in names):
+                for name in names:
+                    object.__setattr__(self, name, getattr(self, name) or None)
+
+    def __str__(self) -> str:
+        """As in a recipe file: ``{layers: ['layers.4.*'], first: 2}``."""
+        given = {name: value for name in (*_GLOBS, *_ENDS) if (value := getattr(self, name)) is not None}
+        values = (f"{name}: {[*value] if name in _GLOBS else value}" for name, value in given.items())
+        return f"{{{', '.join(values)}}}"
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing can match, in any model: all counts or lists of globs that are given are empty."""
+        given = [[value for name in names if (value := getattr(self, name)) is not None] for names in (_GLOBS, _ENDS)]
+        return any(values and not any(values) for values in given)
 
     @property
     def counts_from_end(self) -> bool:
@@ -105,23 +125,25 @@ class LayerMatch:
         return self._at_an_end(layer) and self._named(layer, gemm)
 
     def _named(self, layer: Layer, gemm: str) -> bool:
-        if not (self.layers or self.modules):
+        if self.layers is self.modules is None:
             return True
         paths, modules = (layer.path, f"{layer.path}.{gemm}"), (layer.module_path, f"{layer.module_path}.{gemm}")
-        return any(matches(path, glob) for glob in self.layers for path in paths) or any(
-            fnmatchcase(path, glob) for glob in self.modules for path in modules
+        return any(matches(path, glob) for glob in self.layers or () for path in paths) or any(
+            fnmatchcase(path, glob) for glob in self.modules or () for path in modules
         )
 
     def _at_an_end(self, layer: Layer) -> bool:
-        if not (self.first or self.counts_from_end):
+        if self.first is self.last is self.last_fraction is None:
             return True
         if not layer.number:
             return False
-        if layer.number <= self.first or not self.counts_from_end:
-            return layer.number <= self.first
+        if layer.number <= (self.first or 0) or not self.counts_from_end:
+            return layer.number <= (self.first or 0)
         if layer.num_layers is None:
             raise UserError("a rule counts layers from the last one: pass num_layers=..., the number of the model's")
-        return layer.number > layer.num_layers - max(self.last, rounded_up(self.last_fraction, layer.num_layers))
+        return layer.number > layer.num_layers - max(
+            self.last or 0, rounded_up(self.last_fraction or 0, layer.num_layers)
+        )
 
 
 def rounded_up(fraction: float, whole: int) -> int:

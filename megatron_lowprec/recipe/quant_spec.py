@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import ELEMENT_FORMATS, FORMATS
-from megatron_lowprec.recipe.field_types import check_fields
+from megatron_lowprec.recipe.field_types import check_fields, named_place
 from megatron_lowprec.scaling import CODED_SCALE_FORMATS, SCALE_FORMATS, SCALE_RULES, granularity_of, scale_rules
 
 Rounding = Literal["nearest_even", "half_away", "stochastic"]
@@ -66,16 +66,16 @@ class ScaleSpec:
                 f"granularity is {self.granularity!r}, but must be tensor, row or ROWSxCOLUMNS such as 1x32"
             ) from None
         if self.format not in SCALE_FORMATS:
-            raise UserError(f"scale_format is {self.format!r}, but must be one of {', '.join(SCALE_FORMATS)}")
+            raise UserError(f"format is {self.format!r}, but must be one of {', '.join(SCALE_FORMATS)}")
         if self.rule not in scale_rules(self.format):
             raise UserError(
-                f"scale_rule {self.rule!r} does not belong to scale_format {self.format!r}, "
+                f"rule {self.rule!r} does not belong to format {self.format!r}, "
                 f"which has {', '.join(scale_rules(self.format))}"
             )
         if self.format != "fp32" and block is None:
             raise UserError(
                 f"granularity {self.granularity} was asked with {self.format} scales, which need blocks such as 1x32; "
-                "power-of-two scales of whole rows or tensors are scale_format fp32 with scale_rule amax_pow2"
+                "power-of-two scales of whole rows or tensors are format fp32 with rule amax_pow2"
             )
         if not 0.0 <= self.amax_floor < float("inf"):
             raise UserError(f"amax_floor is {self.amax_floor}, but must be 0 or a positive number")
@@ -83,8 +83,8 @@ class ScaleSpec:
             raise UserError(f"amax_floor {self.amax_floor} has no effect on {self.format} scales; leave it at 0")
         if self.rounding == "stochastic" and self.format not in CODED_SCALE_FORMATS:
             raise UserError(
-                f"scale.rounding stochastic was asked for {self.format} scales, whose rules round only one way; "
-                f"use scale_format {', '.join(CODED_SCALE_FORMATS)}, or leave it out"
+                f"rounding stochastic was asked for {self.format} scales, whose rules round only one way; "
+                f"use format {', '.join(CODED_SCALE_FORMATS)}, or leave it out"
             )
 
 
@@ -112,7 +112,8 @@ class QuantSpec:
     """Quantization of one operand of one GEMM.
 
     ``granularity``, ``scale_format``, ``scale_rule`` and ``amax_floor`` are the scale's fields, as shorthand arguments
-    of the constructor and of ``dataclasses.replace``, and as properties.
+    of the constructor and of ``dataclasses.replace``, and as properties. In the constructor they may not contradict
+    ``scale``; in ``replace`` they change it.
 
     Attributes:
         format: element format, a key of ``formats.ELEMENT_FORMATS``.
@@ -161,7 +162,7 @@ class QuantSpec:
         history: int = 1024,
         history_rule: HistoryRule = "max",
         history_update: HistoryUpdate = "step",
-        margin: int = 0,
+        margin: int | None = None,
         *,
         scale: ScaleSpec | None = None,
         tensor_scale: TensorScaleSpec | None = None,
@@ -171,7 +172,17 @@ class QuantSpec:
         shorthand: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if scale is None and granularity is None:
             raise UserError("an operand lacks its scale: give granularity, such as 1x32, or scale=ScaleSpec(...)")
-        scale = ScaleSpec(**shorthand) if scale is None else replace(scale, **shorthand) if shorthand else scale
+        if (
+            scale is not None and margin is None
+        ):  # dataclasses.replace gives every field, and shorthand changes the scale
+            for name, value in shorthand.items():
+                if value != getattr(scale, name):
+                    raise UserError(
+                        f"both {value} and {getattr(scale, name)} were given as scale.{name}: give one of them"
+                    )
+        with named_place("scale"):
+            scale = ScaleSpec(**shorthand) if scale is None else replace(scale, **shorthand) if shorthand else scale
+        margin = margin or 0
         fields = locals()
         for name in type(self).__dataclass_fields__:
             object.__setattr__(self, name, fields[name])
@@ -194,7 +205,7 @@ class QuantSpec:
         if self.tensor_scale is not None and not coded:
             raise UserError(
                 f"tensor_scale was asked above {self.scale_format} scales; it belongs above "
-                f"{', '.join(CODED_SCALE_FORMATS)}: set one of them as scale_format, or tensor_scale=null"
+                f"{', '.join(CODED_SCALE_FORMATS)}: set one of them as scale.format, or tensor_scale=null"
             )
         if self.margin < 0 or (self.margin and self.scaling != "delayed"):
             raise UserError(f"margin {self.margin} was asked; it is a number from 0 up, for scaling delayed only")
@@ -278,8 +289,10 @@ class HadamardSpec:
         choices = ("random", "none", *FIXED_SIGNS)
         if self.signs not in choices:
             raise UserError(f"signs is {self.signs!r}, but must be one of {', '.join(choices)}")
-        if self.fixed_signs is not None and len(self.fixed_signs) != self.block:
-            raise UserError(f"signs {self.signs} has {len(self.fixed_signs)} entries, and block is {self.block}")
+        if self.fixed_signs is not None and (length := len(self.fixed_signs)) != self.block:
+            raise UserError(
+                f"signs {self.signs} has {length} entries, and block is {self.block}: set hadamard.block={length}"
+            )
 
     @property
     def fixed_signs(self) -> tuple[int, ...] | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.activation_spec import ActivationSpec
-from megatron_lowprec.recipe.field_types import check_fields
+from megatron_lowprec.recipe.field_types import check_fields, named_place
 from megatron_lowprec.recipe.layer_match import START, Layer, LayerMatch, Progress, rounded_up
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, LinearRecipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, LinearRecipe, check_sources
 
 StateFormat = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
 StateRounding = Literal["stochastic", "nearest_even"]
@@ -197,6 +197,13 @@ class GradientSpec:
         return self.accumulation != "buffer"
 
 
+Change = TypeVar("Change", Rule, Phase)
+
+
+def _numbered(field_name: str, changes: Sequence[Change]) -> list[tuple[str, Change]]:
+    return [(f"{field_name}[{i}]", change) for i, change in enumerate(changes)]
+
+
 @dataclass(frozen=True)
 class Recipe(LinearRecipe):
     """Named numerics for every linear layer of a transformer, for the optimizer and for data parallelism.
@@ -220,6 +227,17 @@ class Recipe(LinearRecipe):
     activations: ActivationSpec = field(default_factory=ActivationSpec)
     fp8_weights: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for rule_place, rule in _numbered("rules", self.rules):
+            check_sources({**self.gemms, **rule.gemms}, rule_place)
+        for place, phase in _numbered("phases", self.phases):
+            check_sources({**self.gemms, **phase.gemms}, place)
+            for rule_place, rule in _numbered(f"{place}.rules", phase.rules):
+                check_sources({**self.gemms, **phase.gemms, **rule.gemms}, rule_place)
+            for rule_place, rule in _numbered("rules", self.rules):
+                check_sources({**self.gemms, **phase.gemms, **rule.gemms}, f"{rule_place} under {place}")
+
     def at(self, layer: Layer, progress: Progress = START) -> LinearRecipe:
         """What a linear layer runs at a time. Pure; equal results are one object.
 
@@ -229,7 +247,8 @@ class Recipe(LinearRecipe):
         now = self.during(progress)
         found = now._resolved.get(layer)
         if found is None:
-            found = now._linear(now._gemms_at(layer))
+            with named_place(layer.path):
+                found = now._linear(now._gemms_at(layer))
             found = now._resolved[layer] = now._distinct.setdefault(found, found)
         return found
 
@@ -290,7 +309,7 @@ class Recipe(LinearRecipe):
     @property
     def globs(self) -> tuple[str, ...]:
         """The globs over ``layers.<number>.<linear>`` of all rules."""
-        return tuple(dict.fromkeys(glob for rule in self.rules_of_all_phases for glob in rule.layers))
+        return tuple(dict.fromkeys(glob for rule in self.rules_of_all_phases for glob in rule.layers or ()))
 
     def in_bf16(self, layers: Sequence[str] = (), modules: Sequence[str] = ()) -> Recipe:
         """The recipe with these layers or GEMMs in the compute dtype in every phase; globs as in ``LayerMatch``."""
@@ -300,12 +319,19 @@ class Recipe(LinearRecipe):
         phases = tuple(replace(phase, rules=(rule, *phase.rules)) for phase in self.phases)
         return replace(self, keep_bf16=KeepBf16(), rules=(rule, *self.all_rules), phases=phases)
 
-    def specs(self) -> Iterator[tuple[str, GemmSpec]]:
+    def placed_specs(self) -> Iterator[tuple[str, str, GemmSpec]]:
         """As ``LinearRecipe``."""
-        yield from self.gemms.items()
-        changes: tuple[GemmChange, ...] = (*self.rules_of_all_phases, *self.phases)
-        for change in changes:
-            yield from change.gemms.items()
+        yield from super().placed_specs()
+        for place, change in self._placed_changes():
+            yield from ((place, gemm, spec) for gemm, spec in change.gemms.items())
+
+    def _placed_changes(self) -> Iterator[tuple[str, GemmChange]]:
+        """All rules and phases, with their places such as ``phases[0].rules[1]``."""
+        yield from (("keep_bf16", rule) for rule in self.keep_bf16.rules)
+        yield from _numbered("rules", self.rules)
+        for place, phase in _numbered("phases", self.phases):
+            yield place, phase
+            yield from _numbered(f"{place}.rules", phase.rules)
 
     @property
     def changes_training(self) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.field_types import check_fields
+from megatron_lowprec.recipe.field_types import check_fields, named_place
 from megatron_lowprec.recipe.quant_spec import HadamardSpec, HistoryRule, HistoryUpdate, QuantSpec
 
 GEMM_OPERANDS: dict[str, tuple[str, str]] = {
@@ -87,31 +87,24 @@ class LinearRecipe:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for gemm, spec in self.specs():
-            _check_gemm(gemm, spec)
-        for gemm, operands in GEMM_OPERANDS.items():
-            for operand in operands:
-                quant: QuantSpec | None = getattr(getattr(self, gemm), operand)
-                if quant is not None and quant.source == "fprop":
-                    self._check_source(gemm, operand)
+        for place, gemm, spec in self.placed_specs():
+            with named_place(place):
+                _check_gemm(gemm, spec)
+        check_sources(self.gemms)
         self.delayed_operands()  # raises if one tensor would need two histories
-
-    def _check_source(self, gemm: str, operand: str) -> None:
-        """Reject source fprop where fprop quantizes no such operand, or transforms it."""
-        if gemm == "fprop" or getattr(self.fprop, operand) is None or self.fprop.hadamard is not None:
-            raise UserError(
-                f"{gemm}.{operand}.source is fprop, which dgrad.weight and wgrad.input can have if fprop quantizes the "
-                f"same tensor without a Hadamard transform: set {gemm}.{operand}.source=original"
-            )
 
     @property
     def gemms(self) -> dict[str, GemmSpec]:
         """The three GEMMs by name."""
         return {gemm: getattr(self, gemm) for gemm in GEMM_OPERANDS}
 
+    def placed_specs(self) -> Iterator[tuple[str, str, GemmSpec]]:
+        """(place, GEMM, spec) of all that may run; of a recipe also those of its rules and phases, such as rules[0]."""
+        yield from (("", gemm, spec) for gemm, spec in self.gemms.items())
+
     def specs(self) -> Iterator[tuple[str, GemmSpec]]:
-        """(GEMM, spec) of all that may run; of a recipe also those of its rules and phases."""
-        yield from self.gemms.items()
+        """``placed_specs`` without places."""
+        yield from ((gemm, spec) for _, gemm, spec in self.placed_specs())
 
     @property
     def quantized(self) -> bool:
@@ -126,7 +119,7 @@ class LinearRecipe:
     def delayed_operands(self) -> dict[str, HistorySpec]:
         """operand -> history key of tensors under delayed scaling; each tensor has one history in all layers."""
         found: dict[str, HistorySpec] = {}
-        for gemm, spec in self.specs():
+        for place, gemm, spec in self.placed_specs():
             for operand in GEMM_OPERANDS[gemm]:
                 quant: QuantSpec | None = getattr(spec, operand)
                 if quant is None or quant.scaling != "delayed":
@@ -134,15 +127,44 @@ class LinearRecipe:
                 asked = HistorySpec(quant.history, quant.history_rule, quant.history_update)
                 if found.setdefault(operand, asked) != asked:
                     raise UserError(
-                        f"{operand} is asked to keep two amax histories, {tuple(found[operand])} and, in {gemm}, "
+                        f"{operand} is asked to keep two amax histories, {tuple(found[operand])} and, in "
+                        f"{f'{place}.{gemm}'.lstrip('.')}, "
                         f"{tuple(asked)}; give both GEMMs the same history, history_rule and history_update"
                     )
         return found
 
 
+def check_sources(gemms: Mapping[str, GemmSpec], place: str = "") -> None:
+    """Reject source fprop where fprop quantizes no such operand, or transforms it.
+
+    Args:
+        gemms: the three GEMMs of a layer.
+        place: rule or phase that they are from; empty for the recipe's own.
+    """
+    fprop = gemms["fprop"]
+    for gemm, operands in GEMM_OPERANDS.items():
+        for operand in operands:
+            quant: QuantSpec | None = getattr(gemms[gemm], operand)
+            if quant is None or quant.source == "original":
+                continue
+            if gemm == "fprop" or getattr(fprop, operand) is None or fprop.hadamard is not None:
+                start, advice = (f"{place}: ", f"give {place} its own {gemm}, or ") if place else ("", "")
+                raise UserError(
+                    f"{start}{gemm}.{operand}.source is fprop, which dgrad.weight and wgrad.input can have if fprop "
+                    f"quantizes the same tensor without a Hadamard transform: {advice}set {gemm}.{operand}.source="
+                    "original"
+                )
+
+
 def _check_gemm(gemm: str, spec: GemmSpec) -> None:
     check_operands(gemm, vars(spec))
-    for operand in GEMM_OPERANDS[gemm]:
+    operands = GEMM_OPERANDS[gemm]
+    if spec.hadamard is not None and not any(getattr(spec, operand) for operand in operands):
+        raise UserError(
+            f"{gemm} has a Hadamard transform and no quantized operand: set {gemm}.hadamard=null, or quantize "
+            f"{' or '.join(operands)}"
+        )
+    for operand in operands:
         quant: QuantSpec | None = getattr(spec, operand)
         if quant is not None and quant.scaling == "delayed" and spec.hadamard is not None:
             raise UserError(

@@ -119,7 +119,7 @@ def bf16_ends(recipe: Recipe) -> tuple[int, int] | None:
     ends = [rule for rule in recipe.all_rules if rule == Rule.of(BF16, first=rule.first, last=rule.last)]
     if recipe.phases or len(ends) < len(recipe.all_rules) or any(not (rule.first or rule.last) for rule in ends):
         return None
-    return max((rule.first for rule in ends), default=0), max((rule.last for rule in ends), default=0)
+    return max((rule.first or 0 for rule in ends), default=0), max((rule.last or 0 for rule in ends), default=0)
 
 
 def builtin_kind(recipe: Recipe) -> Kind | None:

@@ -152,6 +152,24 @@ def test_a_delayed_tensor_scale_is_that_of_the_step_before(generator: torch.Gene
     assert_is(y, (a.dequantize().double() @ b.t(), a.dequantize().double().abs() @ b.abs().t()), IN)
 
 
+@dtypes
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4_sr", "fp8_current", "fp8_blockwise"])
+def test_source_fprop_in_plain_torch(name: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """``three_gemms`` has the layers' bits: power-of-two and fp32 scales, stochastic rounding and headroom."""
+    base = get_recipe(name)
+    of_x, of_w = base.wgrad.input, base.dgrad.weight
+    assert of_x is not None
+    assert of_w is not None
+    recipe = replace(
+        base,
+        fprop=GemmSpec(input=of_x, weight=of_w),
+        dgrad=replace(base.dgrad, weight=replace(of_w, source="fprop")),
+        wgrad=replace(base.wgrad, input=replace(of_x, source="fprop")),
+    )
+    layer, (x, dy) = layer_of(recipe, dtype), tensors(dtype, generator)
+    assert all(map(torch.equal, step(layer, x, dy), oracle(recipe, x, layer.weight.detach(), dy)))
+
+
 def test_source_fprop_quantizes_what_fprop_multiplied(generator: torch.Generator) -> None:
     again = replace(BY_ROW, source="fprop")
     recipe = Recipe(
@@ -174,6 +192,7 @@ def test_source_fprop_quantizes_what_fprop_multiplied(generator: torch.Generator
     _, dx_again, dw_again = oracle(original, x_again, w_again, dy, rng_step)
     assert torch.equal(dx, dx_again)
     assert torch.equal(dw, dw_again)
+    assert all(map(torch.equal, (dx, dw), oracle(recipe, x, w, dy, rng_step)[1:]))
     _, dx_of_original, dw_of_original = step(layer_of(original), x, dy)
     assert not torch.equal(dx, dx_of_original)
     assert not torch.equal(dw, dw_of_original)

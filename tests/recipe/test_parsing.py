@@ -101,6 +101,19 @@ def test_an_operand_can_be_added_and_removed() -> None:
         ("dgrad.weight.zzz=1", "dgrad.weight has no field 'zzz': it has format, scale"),
         ("dgrad.weight.scale_fromat=e8m0", "dgrad.weight has no field 'scale_fromat': did you mean scale_format"),
         ("dgrad.weight.tensor_scale={}", "dgrad.weight.tensor_scale lacks target: give it a value"),
+        (
+            "dgrad.weight.tensor_scale=2688",
+            "tensor_scale is 2688, but must be a mapping of fields such as {target: 2688.0}",
+        ),
+        ("dgrad.weight.scale=1x64", "scale is '1x64', but must be a mapping of fields such as {granularity: 1x64}"),
+        (
+            "dgrad.weight={granularity: 1x32, scale: {granularity: 1x16}}",
+            "dgrad.weight has both 1x32 and 1x16 as scale.granularity: give one of the two",
+        ),
+        (
+            "dgrad.weight={scale: {rule: floor}, scale_rule: ceil}",
+            "dgrad.weight has both floor and ceil as scale.rule: give one of the two",
+        ),
         ("=3", "the recipe has no field ''"),
         ("dgrad=4", "dgrad is 4, but must be a mapping of fields"),
         ("name=3", "name is 3 (int), but must be str"),
@@ -166,6 +179,11 @@ def test_scales_by_shorthand_and_as_a_row() -> None:
     nvfp4 = "{format: e2m1, granularity: 1x16, scale_format: e4m3, scale_rule: product, tensor_scale: {target: 2688}}"
     spec = load_recipe("bf16", [f"fprop.input={nvfp4}"]).fprop.input
     assert spec == QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
+
+
+def test_a_field_after_the_name_of_a_recipe() -> None:
+    taken = load_recipe("bf16", ["fprop=mxfp8", "fprop.input.format=e5m2", "name=mine"]).fprop
+    assert taken == load_recipe("mxfp8", ["fprop.input.format=e5m2"]).fprop
 
 
 def test_an_override_below_a_value_that_is_no_mapping_is_one_line() -> None:

@@ -1,11 +1,12 @@
 """What a recipe answers for a layer and a time: rules, phases, and their forms in YAML, overrides and checkpoints."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from megatron_lowprec import GemmSpec, KeepBf16, UserError, get_recipe, load_recipe
+from megatron_lowprec import GemmSpec, HadamardSpec, KeepBf16, UserError, get_recipe, load_recipe
 from megatron_lowprec.recipe.coverage import LinearSite, check_sizes
 from megatron_lowprec.recipe.explain import explain
 from megatron_lowprec.recipe.layer_match import Layer, LayerMatch, Progress
@@ -31,6 +32,13 @@ def layers_of(match: LayerMatch, layers: int = 10) -> list[int]:
         ({"last": 3}, [8, 9, 10]),
         ({"first": 1, "last": 2}, [1, 9, 10]),
         ({"last_fraction": 0.15}, [9, 10]),  # 1.5 layers
+        ({"first": 0}, []),
+        ({"last": 0}, []),
+        ({"last_fraction": 0.0}, []),
+        ({"layers": ()}, []),
+        ({"layers": [], "modules": ["decoder.layers.0.*"]}, [1]),
+        ({"first": 0, "layers": ("layers.3.*",)}, []),
+        ({"first": 0, "last": 1}, [10]),
         ({"last_fraction": 0.1}, [10]),
         ({"last": 1, "last_fraction": 0.25}, [8, 9, 10]),
         ({"first": 2, "layers": ("layers.[23].*",)}, [2]),
@@ -43,6 +51,21 @@ def layers_of(match: LayerMatch, layers: int = 10) -> list[int]:
 )
 def test_a_match(fields: dict[str, Any], numbers: list[int]) -> None:
     assert layers_of(LayerMatch(**fields)) == numbers
+
+
+def test_an_empty_alternative_is_no_other_rule() -> None:
+    assert Rule(first=1, last=0, layers=["layers.1.*"], modules=[]) == Rule(first=1, layers=("layers.1.*",))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("match", [{"first": 0}, {"last": 0}, {"last_fraction": 0.0}, {"layers": []}])
+def test_a_rule_of_no_layers_changes_nothing_and_is_no_error(match: dict[str, Any]) -> None:
+    data = {**recipe_to_dict(FP4), "rules": [{**match, "gemms": "bf16"}]}
+    recipe = recipe_from_dict(data)
+    check_sizes(recipe, SITES, 3, 1)
+    assert recipe.at(SITES[0].layer(3)).gemms == FP4.gemms
+    stored = recipe_to_dict(recipe)
+    assert stored["rules"][0].items() >= match.items()
+    assert recipe_from_dict(stored) == recipe
 
 
 def test_fractions_are_those_that_were_written() -> None:
@@ -96,6 +119,35 @@ def test_a_recipe_is_quantized_and_random_if_a_rule_or_a_phase_is() -> None:
     assert replace(plain, phases=(Phase(from_step=9, wgrad=FP8.wgrad),)).quantized
 
 
+def test_source_fprop_where_a_rule_or_a_phase_has_no_fprop() -> None:
+    weight = replace(FP8.dgrad.weight, source="fprop")  # type: ignore[type-var]
+    again = replace(FP8, dgrad=replace(FP8.dgrad, weight=weight))
+    late = Phase(from_step=1, fprop=GemmSpec())
+    for fields, place in (
+        ({"rules": (Rule(last=1, fprop=GemmSpec()),)}, "rules[0]"),
+        ({"phases": (Phase(from_step=1), replace(late, from_step=2))}, "phases[1]"),
+        ({"phases": (Phase(from_step=1, rules=(Rule(first=1, fprop=GemmSpec()),)),)}, "phases[0].rules[0]"),
+        (
+            {"phases": (replace(late, dgrad=GemmSpec()),), "rules": (Rule(first=1, dgrad=again.dgrad),)},
+            "rules[0] under",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"^{re.escape(place)}.*: give {re.escape(place)}.* its own dgrad, or set"):
+            replace(again, **fields)
+    replace(again, rules=(Rule.of(BF16, last=1),), phases=(replace(late, dgrad=GemmSpec()),))
+    single = again.in_bf16(["layers.2.*.fprop"])
+    with pytest.raises(UserError, match=r"^layers.2.mlp.linear_fc1: dgrad.weight.source is fprop"):
+        single.at(Layer(2, "mlp.linear_fc1", 2))
+
+
+def test_what_contradicts_in_a_rule_is_named_with_the_rule() -> None:
+    with pytest.raises(UserError, match=r"^rules\[0\]: dgrad multiplies .*; dgrad.input must be left out"):
+        ruled(Rule(dgrad=GemmSpec(input=FP8.fprop.input)))
+    short = load_recipe("fp8_delayed", ["fprop.input.history=16", "wgrad.input.history=16"])
+    with pytest.raises(UserError, match=r"two amax histories, .* and, in phases\[0\].rules\[0\].fprop"):
+        replace(MIXED, phases=(Phase(from_step=1, rules=(Rule.of(short, first=1),)),))
+
+
 # ---- forms
 TEXT = [
     "rules=[{first: 1, last: 2, gemms: bf16}, {layers: ['*.linear_qkv'], fprop: mxfp8, wgrad: null}]",
@@ -112,6 +164,29 @@ def test_rules_and_phases_as_text_and_in_python() -> None:
     data = recipe_to_dict(found)
     assert data["rules"][1].keys() == {"layers", "fprop", "wgrad"}  # and nothing that it inherits
     assert recipe_from_dict(data) == found
+
+
+def test_fields_of_a_gemm_change_the_recipe_s() -> None:
+    wide, plain = (replace(FP4.dgrad, hadamard=found) for found in (HadamardSpec(128), None))
+    recipe = load_recipe(
+        "mxfp4_rht_sr",
+        [
+            "rules=[{first: 1, dgrad: {hadamard: {block: 128}}}, "
+            "{last: 1, gemms: mxfp8, wgrad: {input: {format: e5m2}}}]",
+            "phases=[{from_step: 10, dgrad: {hadamard: null}, rules: [{first: 1, dgrad: {weight: null}}]}]",
+        ],
+    )
+    assert recipe.rules[0].gemms == {"dgrad": wide}
+    assert recipe.rules[1].gemms == FP8.gemms | {"wgrad": load_recipe("mxfp8", ["wgrad.input.format=e5m2"]).wgrad}
+    assert recipe.phases[0].gemms == {"dgrad": plain}
+    assert recipe.phases[0].rules[0].gemms == {"dgrad": replace(plain, weight=None)}  # of the phase
+    assert recipe_from_dict(recipe_to_dict(recipe)) == recipe
+    assert load_recipe("mxfp8", ["rules=[{first: 1, gemms: null}]"]).rules == (Rule.of(BF16, first=1),)
+
+
+def test_rules_and_phases_that_are_null_are_none() -> None:
+    assert load_recipe("mxfp4_rht_sr", [*TEXT, "rules=null", "phases=null", "name=x"]).all_rules == ()
+    assert load_recipe("mxfp4_rht_sr", ["phases=[{from_step: 1, rules: null}]"]).phases == (Phase(from_step=1),)
 
 
 def test_a_recipe_without_rules_is_stored_as_before_there_were_any() -> None:
@@ -138,6 +213,19 @@ def test_keep_bf16_is_rules_in_front_of_others() -> None:
         ("rules=[{last_fraction: 1.5}]", "rules[0]: last_fraction is 1.5, but must be a fraction of the layers"),
         ("rules=[{fprop: mxpf8}]", "there is no recipe 'mxpf8': did you mean mxfp8"),
         ("rules=[{dgrad: {input: {format: e4m3}}}]", "dgrad multiplies grad_output and weight; dgrad.input must be"),
+        ("rules=[{gemms: {first: 1}}]", "rules[0].gemms is {'first': 1}, but must be the name of a recipe"),
+        (
+            "phases=[{from_step: 1, gemms: bf61}]",
+            "phases[0].gemms takes registered recipes, no files: there is no recipe",
+        ),
+        ("rules=[{gemms: mxfp8_input}]", "rules[0].gemms takes registered recipes, no files: there is no recipe"),
+        ("rules=[{gemm: bf16}]", "rules[0] has no field 'gemm': did you mean gemms"),
+        (
+            "rules=[{fprop: {grad_output: {format: e4m3}}}]",
+            "rules[0]: fprop multiplies input and weight; fprop.grad_out",
+        ),
+        ("phases=[{from_step: 1, rules: [{dgrad: {wieght: null}}]}]", "phases[0].rules[0].dgrad has no field 'wieght'"),
+        ("rules=[{gemms: bf16, fprop: {input: {format: e4m3}}}]", "rules[0].fprop.input lacks granularity: give it a"),
         ("phases=[{fprop: null}]", "phases[0]: a phase begins at from_step or at from_fraction of the run: give one"),
         ("phases=[{from_step: 1, from_fraction: 0.5}]", "give one of the two"),
         ("phases=[{from_step: 0}]", "from_step is 0, but must be at least 1"),
@@ -159,8 +247,11 @@ SITES = [LinearSite(n, name, 64, 64, "column") for n in (1, 2, 3) for name in ("
     ("rule", "message"),
     [
         (Rule(layers=("layers.2.mlp.linear_fc3",)), "named like layers.2.mlp.linear_fc2"),
+        (Rule(layers=("decoder.*fc1",)), r"named like .*; give a glob of module paths as modules"),
         (Rule(modules=("decoder.layers.3.mlp.linear_fc1",)), "named like decoder.layers.2.mlp.linear_fc1"),
-        (Rule(first=4), "first is 4, but the model has 3 layers; lower it"),
+        (Rule(first=4), "a rule {first: 4} of recipe mxfp4_rht_sr: first is 4, but the model has 3 layers; lower it"),
+        (Rule(first=1, layers=("layers.2.*",)), r"a rule {layers: \['layers.2.\*'\], first: 1} .* matches no linear"),
+        (Rule(last=1, modules=("decoder.layers.0.*",)), r"matches no linear layer; none .*: change one of the two"),
     ],
 )
 def test_a_rule_that_matches_nothing_is_refused_with_the_nearest_path(rule: Rule, message: str) -> None:

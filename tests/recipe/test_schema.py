@@ -23,7 +23,7 @@ NVFP4 = QuantSpec("e2m1", **E4M3_SCALES, tensor_scale=TensorScaleSpec(2688.0))
     ("fields", "message"),
     [
         ({"format": "e5m3"}, f"format is 'e5m3', but must be one of {', '.join(ELEMENT_FORMATS)}"),
-        ({"scale_format": "e4m4"}, f"scale_format is 'e4m4', but must be one of {', '.join(SCALE_FORMATS)}"),
+        ({"scale_format": "e4m4"}, f"scale: format is 'e4m4', but must be one of {', '.join(SCALE_FORMATS)}"),
         ({"format": "ue4m3"}, "format is 'ue4m3', but must be one of e4m3"),
         ({"format": "e5m6", **E4M3_SCALES}, "e5m6 elements have 11 bits under e4m3 scales, but bf16 holds 8"),
         (
@@ -47,11 +47,11 @@ NVFP4 = QuantSpec("e2m1", **E4M3_SCALES, tensor_scale=TensorScaleSpec(2688.0))
         ({"granularity": "1x32 "}, "granularity is '1x32 '"),
         (
             {"scale_rule": "floor"},
-            f"scale_rule 'floor' does not belong to scale_format 'fp32', which has {', '.join(scale_rules('fp32'))}",
+            f"scale: rule 'floor' does not belong to format 'fp32', which has {', '.join(scale_rules('fp32'))}",
         ),
         (
             {"scale_format": "e8m0", "granularity": "1x32"},
-            f"scale_rule 'amax' does not belong to scale_format 'e8m0', which has {', '.join(scale_rules('e8m0'))}",
+            f"scale: rule 'amax' does not belong to format 'e8m0', which has {', '.join(scale_rules('e8m0'))}",
         ),
         ({"random_bits": 0}, "random_bits is 0, but a draw has 1 to 16 bits"),
         ({"random_bits": 17}, "random_bits is 17"),
@@ -109,7 +109,7 @@ def test_an_integer_is_a_number() -> None:
 def test_hadamard_signs() -> None:
     with pytest.raises(UserError, match="signs is 'same', but must be one of random, none, nvfp4"):
         HadamardSpec(signs="same")
-    with pytest.raises(UserError, match="signs nvfp4 has 16 entries, and block is 32"):
+    with pytest.raises(UserError, match=r"signs nvfp4 has 16 entries, and block is 32: set hadamard.block=16"):
         HadamardSpec(32, signs="nvfp4")
     assert HadamardSpec(16, signs="nvfp4").fixed_signs == FIXED_SIGNS["nvfp4"]
     assert HadamardSpec(32, signs="none").fixed_signs == (1,) * 32
@@ -122,7 +122,7 @@ def test_a_tensor_scale_needs_a_positive_target() -> None:
 
 
 def test_scales_may_be_rounded_stochastically_if_they_are_coded() -> None:
-    with pytest.raises(UserError, match=r"scale.rounding stochastic was asked for fp32 scales"):
+    with pytest.raises(UserError, match=r"^rounding stochastic was asked for fp32 scales"):
         ScaleSpec("1x16", rounding="stochastic")
     drawn = dataclasses.replace(NVFP4, scale=ScaleSpec("1x16", "e4m3", "product", rounding="stochastic"))
     assert drawn.random
@@ -137,6 +137,9 @@ def test_the_scales_fields_are_shorthand_for_a_row_of_its_own() -> None:
     assert (spec.granularity, spec.scale_format, spec.scale_rule, spec.amax_floor) == ("1x32", "e8m0", "floor", 0.0)
     assert dataclasses.replace(spec, scale_rule="ceil").scale == ScaleSpec("1x32", "e8m0", "ceil")
     assert dataclasses.replace(spec, scale=dataclasses.replace(row, rule="ceil")).scale_rule == "ceil"
+    assert QuantSpec("e2m1", "1x32", scale=row) == spec
+    with pytest.raises(UserError, match=r"both 1x32 and 1x16 were given as scale.granularity: give one of them"):
+        QuantSpec("e2m1", "1x32", scale=ScaleSpec("1x16", "e4m3", "product"))
     with pytest.raises(UserError, match="an operand lacks its scale"):
         QuantSpec("e4m3")
 
@@ -205,6 +208,8 @@ def test_frozen(spec: type) -> None:
     assert spec.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
-def test_a_transform_alone_counts_as_quantized() -> None:
+def test_a_transform_needs_a_quantized_operand() -> None:
     assert not Recipe("r", "").quantized
-    assert Recipe("r", "", dgrad=GemmSpec(hadamard=HadamardSpec())).quantized
+    with pytest.raises(UserError, match=r"dgrad has a Hadamard transform and no quantized operand: set dgrad.hadamard"):
+        Recipe("r", "", dgrad=GemmSpec(hadamard=HadamardSpec()))
+    assert Recipe("r", "", dgrad=GemmSpec(weight=FP8, hadamard=HadamardSpec())).quantized

@@ -24,6 +24,7 @@ from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import keep_older_run, run_paths, same_folder
+from megatron_lowprec.training.config.phase_options import check_phase_iters, with_steps
 from megatron_lowprec.training.config.resolve import (
     check_packages,
     describe_layout,
@@ -75,6 +76,7 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     notes = notes + more
     check_sizes(recipe, linear_sites(config), require(config.num_layers), tensor_ranks(config))
     check_activations(recipe, linear_sites(config), tensor_ranks(config))
+    check_phase_iters(config, recipe)
     check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), require(config.num_layers))
     check_capture(config)
     check_counterfactuals(config)
@@ -128,7 +130,7 @@ def _explanation(config: Config, recipe: Recipe) -> str:
         means = te_checks.check(config, recipe)
         return f"recipe {recipe.name}: {recipe.summary}\nby TransformerEngine, in every linear layer: {means}"
     return explain(
-        recipe,
+        with_steps(recipe, config),
         linear_sites(config),
         require(config.num_layers),
         arch_here(),

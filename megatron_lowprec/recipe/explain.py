@@ -142,13 +142,19 @@ def check_phases(recipe: Recipe, train_iters: int | None) -> None:
             )
 
 
+def phase_in_force(recipe: Recipe, progress: Progress) -> int:
+    """Number of the phase, from 1; 0 before the first."""
+    now = recipe.during(progress)
+    return next(number for number, stage in enumerate(recipe.stages) if stage is now)
+
+
 def describe_phases(recipe: Recipe, progress: Progress) -> list[str]:
     """A line about the beginnings of the phases, and which is in force; none without phases."""
     if not recipe.phases:
         return []
     starts = [f"{number} from {start}" for number, start in phase_starts(recipe, progress.total)]
-    in_force = next(number for number, stage in enumerate(recipe.stages) if stage is recipe.during(progress))
-    return [f"phases of the recipe: {'; '.join(starts)}; in force: {in_force or 'none yet'}"]
+    in_force = phase_in_force(recipe, progress) or "none yet"
+    return [f"phases of the recipe: {'; '.join(starts)}; in force: {in_force}"]
 
 
 def explain(

@@ -16,6 +16,7 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from megatron_lowprec.linear.capture_file import Capture
+from megatron_lowprec.recipe.explain import phase_in_force
 from megatron_lowprec.recipe.layer_match import Progress
 from megatron_lowprec.training.calibrate import PASSES, calibrate
 from megatron_lowprec.training.checkpoint import random_state
@@ -35,6 +36,7 @@ from megatron_lowprec.training.monitoring.bad_numbers import BadSteps, Diagnosis
 from megatron_lowprec.training.monitoring.log import RunLog, StepRow
 from megatron_lowprec.training.monitoring.operand_files import write_captures
 from megatron_lowprec.training.monitoring.profiler import Profiler
+from megatron_lowprec.training.monitoring.run_metadata import RunRecord
 from megatron_lowprec.training.step import train_step
 
 
@@ -51,6 +53,7 @@ class Run:
     log: RunLog
     stops: StopReasons
     checkpoints: CheckpointWriter
+    record: RunRecord
     # Content of config.yaml besides the progress.
     saved: dict[str, Any]
     # Amax histories of delayed scaling are missing that training would have by now.
@@ -123,10 +126,12 @@ def _iterate(run: Run, profiler: Profiler, bad_steps: BadSteps) -> tuple[Stop | 
 
 def _enter_phase(run: Run) -> None:
     """Enter the recipe's phase of the next iteration, as a run enters it that resumes under the phase's recipe."""
-    changed = run.trainer.enter_phase(run.progress.iteration)
+    runtime, now = run.trainer.runtime, Progress(run.progress.iteration, run.config.train_iters)
+    changed = run.trainer.enter_phase(now.step)
     if changed:
         run.log.say(*changed)
-    if run.trainer.runtime.recipe.newly_delayed(Progress(run.progress.iteration, run.config.train_iters)):
+        run.record.enter_phase(phase_in_force(runtime.recipe, now), runtime.gemms())
+    if runtime.recipe.newly_delayed(now):
         _calibrate(run)
 
 

@@ -16,6 +16,8 @@ from megatron_lowprec.recipe.coverage import (
     check_sizes,
     keeps_all,
 )
+from megatron_lowprec.recipe.explain import phase_in_force
+from megatron_lowprec.recipe.layer_match import Progress
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.checkpoint.save_lock import SaveLock
@@ -238,6 +240,9 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
         "tokens": plan.samples * require(config.seq_length),
     }
     record = RunRecord(paths.record, ranks.rank == 0, facts, continues=plan.continues)
+    if plan.recipe.phases:
+        last = Progress(max(progress.iteration - 1, 0), config.train_iters)
+        record.enter_phase(phase_in_force(plan.recipe, last), trainer.runtime.gemms())
     # Without an evaluation nothing replaces the last one's rows.
     evaluated = progress.evaluated if config.eval_iters else progress.iteration
     with RunLog(config, paths, ranks.rank == 0, progress.iteration, content, evaluated, record.run_id) as log:
@@ -252,7 +257,9 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
         writer = CheckpointWriter(config, content, log.say)
         if trainer.graphs is not None:
             trainer.graphs.say = log.say
-        run = loop.Run(config, paths, device, trainer, splits, progress, log, stops, writer, content, uncalibrated)
+        run = loop.Run(
+            config, paths, device, trainer, splits, progress, log, stops, writer, record, content, uncalibrated
+        )
         try:
             stop = loop.train(run)
         finally:

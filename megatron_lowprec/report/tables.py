@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -276,7 +277,7 @@ def gemms(run: Run) -> str:
 def _recorded(run: Run) -> dict[str, dict[str, str]]:
     """Phase of the recipe -> GEMM -> its backend; phase 0 is that without phases; empty if not recorded."""
     phases, recorded = run.record.get("gemms_of_phases"), run.record.get("gemms")
-    found = phases if isinstance(phases, dict) else {"0": recorded}
+    found: dict[str, Any] = phases if isinstance(phases, dict) else {"0": recorded}
     return {
         str(phase): found[phase]
         for phase in sorted(found, key=lambda phase: (len(str(phase)), str(phase)))

@@ -73,7 +73,7 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
             parts += [] if gemm.hadamard is None else [describe_transform(gemm.hadamard)]
             yield _row("", f"{name}: {'; '.join(parts)}")
     if recipe.all_rules or recipe.phases:
-        starts = ", ".join(phase_starts(recipe)) or "none"
+        starts = ", ".join(start for _, start in phase_starts(recipe)) or "none"
         yield _row("", f"{len(recipe.all_rules)} rules by layer; phases: {starts} (--explain-recipe prints both)")
 
 

@@ -15,7 +15,12 @@ from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 
 
 def layer_spec(
-    recipe: RecipeLike, seed: int | None = None, *, fp8_dispatch: bool = False, fp8_gather: bool = False
+    recipe: RecipeLike,
+    seed: int | None = None,
+    *,
+    fp8_dispatch: bool = False,
+    fp8_gather: bool = False,
+    total_steps: int | None = None,
 ) -> ModuleSpec:
     """Spec of every layer of a ``GPTModel``: binds the recipe and follows steps and microbatches without further calls.
 
@@ -27,15 +32,17 @@ def layer_spec(
         seed: base of all random draws, the same on all ranks; None for Megatron-LM's ``--seed``, elsewhere 1234.
         fp8_dispatch: send tokens and gradients to experts as codes, in an all-to-all over expert-parallel ranks.
         fp8_gather: under sequence parallelism, gather inputs and output gradients as codes.
+        total_steps: steps of the whole run, for phases of the recipe that begin at a fraction of it; None for
+            Megatron-LM's ``--train-iters``.
 
     Raises:
         UserError: an unknown recipe; outside of Megatron-LM, one that also quantizes optimizer state, gradients or
-            weights.
+            weights; a phase at a fraction of an unknown number of steps, or two at one step.
     """
     chosen = as_recipe(recipe)
 
     class Layer(LowPrecTransformerLayer):
-        tracker = StepTracker(chosen, seed, fp8_dispatch=fp8_dispatch, fp8_gather=fp8_gather)
+        tracker = StepTracker(chosen, seed, fp8_dispatch=fp8_dispatch, fp8_gather=fp8_gather, total_steps=total_steps)
 
     Layer.__name__ = Layer.__qualname__ = LowPrecTransformerLayer.__name__
     bind_te_general_gemm()

@@ -37,13 +37,8 @@ from megatron_lowprec.mcore.token_dispatch import Fp8Dispatch
 from megatron_lowprec.quantization.amax_history import AmaxHistory, add_tensors, empty_histories
 from megatron_lowprec.quantization.device_rng_step import enter_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
-from megatron_lowprec.recipe.coverage import (
-    check_activations,
-    check_fp8_gather,
-    check_site,
-    rule_notes,
-)
-from megatron_lowprec.recipe.explain import describe_phases
+from megatron_lowprec.recipe.coverage import check_activations, check_fp8_gather, check_rules, check_site
+from megatron_lowprec.recipe.explain import check_phases, describe_phases
 from megatron_lowprec.recipe.layer_match import Layer, numbering_notes
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 from megatron_lowprec.recipe.recipe import Recipe
@@ -66,7 +61,7 @@ class RecipeRuntime:
     Raises:
         UserError: ``fp8_gather`` or ``fp8_dispatch`` under a recipe whose codes cannot be sent; ``emulate_accumulator``
             under a recipe or on a device that has no GEMM for it; a phase at a fraction of the run without
-            ``total_steps``.
+            ``total_steps``, or two at one step.
 
     Attributes:
         layers: GEMMs of the layers bound so far.
@@ -100,6 +95,7 @@ class RecipeRuntime:
         self._emulate, self._emulate_accumulator, self._fp8_gather = emulate, emulate_accumulator, fp8_gather
         self._accumulate_wgrad, self._reduce_amax = accumulate_wgrad, reduce_amax
         self._share_rng_across_dp = share_rng_across_dp
+        check_phases(recipe, total_steps)
         if emulate_accumulator:
             check_accumulator(recipe, "cpu" if emulate else arch_of(device))
         if fp8_gather:
@@ -183,6 +179,12 @@ class RecipeRuntime:
                 usual = here == choose(gemm, spec, target, self._emulate)
                 names = self.backends.setdefault(here, [])
                 names += {gemm if usual else f"layers.{layer_number}.{name}.{gemm}"}.difference(names)
+
+    def check_rules(self) -> None:
+        """Reject rules about more layers than there are; globs only once the whole model is bound, on no part of it."""
+        whole = {layer.layer_number for layer in self.transformer_layers} >= set(range(1, self._num_layers + 1))
+        places = [Layer(bound.layer_number, bound.name, self._num_layers) for bound in self._bound.values()]
+        check_rules(self.recipe, places if whole else [], self._num_layers)
 
     def enter_phase(self, step: int) -> list[str]:
         """Enter the recipe's phase of a step, before the step begins; returns the header lines that it changes.
@@ -325,9 +327,7 @@ class RecipeRuntime:
         lines.append(f"norms, GELU, dropout, biases and loss by {by}")
         if self.kept:
             lines.append(f"kept in the compute dtype by the recipe on this stage: {', '.join(self.kept)}")
-        places = [Layer(bound.layer_number, bound.name, self._num_layers) for bound in self._bound.values()]
-        whole = parallel_state.get_pipeline_model_parallel_world_size() == 1
-        lines += rule_notes(self.recipe, self.kept, places if whole else [])
+        lines += numbering_notes(self.recipe.globs, self.kept)
         if self.recomputes_gelu is not None:
             where = "of every dense MLP" if self.recomputes_gelu else "of no layer here: it is not fused with its bias"
             lines.append(f"--recompute-gelu: GELU computed again in the backward pass {where}")
@@ -366,7 +366,7 @@ def bind_recipe(
         options: ``RuntimeOptions``: ``num_layers`` and ``seed`` at least.
 
     Raises:
-        UserError: as ``RecipeRuntime.bind_linear``.
+        UserError: as ``RecipeRuntime``, and as ``bind_layer``.
     """
     recipe = as_recipe(recipe)
     runtime = RecipeRuntime(recipe, device_of_models(), **options)
@@ -387,7 +387,11 @@ def bind_recipe(
 
 
 def bind_layer(runtime: RecipeRuntime, layer: TransformerLayer) -> None:
-    """Bind a layer's linears and saved activations, and link its norms; UserError as ``RecipeRuntime.bind_linear``."""
+    """Bind a layer's linears and saved activations, and link its norms.
+
+    Raises:
+        UserError: as ``RecipeRuntime.bind_linear`` and ``RecipeRuntime.check_rules``.
+    """
     runtime.transformer_layers.add(layer)
     for name, expert, module in linears(layer):
         runtime.bind_linear(module, layer.layer_number, name, expert)
@@ -396,3 +400,4 @@ def bind_layer(runtime: RecipeRuntime, layer: TransformerLayer) -> None:
     if runtime.dispatch is not None:
         runtime.dispatch.bind(layer)
     link_norms(layer)
+    runtime.check_rules()

@@ -29,7 +29,7 @@ from megatron_lowprec.mcore.placement import device_of_models
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_layer
 from megatron_lowprec.quantization.random_stream import in_backward_pass
 from megatron_lowprec.recipe.coverage import check_primary_weights
-from megatron_lowprec.recipe.explain import describe_training_state
+from megatron_lowprec.recipe.explain import check_phases, describe_training_state
 from megatron_lowprec.recipe.recipe import Recipe
 
 DEFAULT_SEED = 1234
@@ -48,6 +48,7 @@ class StepTracker:
     Args:
         recipe: the recipe to run.
         seed: the run's seed; None for Megatron-LM's ``args.seed``, elsewhere ``DEFAULT_SEED``.
+        total_steps: steps of the whole run; None for Megatron-LM's ``args.train_iters``.
         options: keyword arguments of ``RecipeRuntime``.
 
     Attributes:
@@ -55,11 +56,13 @@ class StepTracker:
         steps: steps begun so far, which ``load_state_dict`` continues if the recipe draws or has phases.
 
     Raises:
-        UserError: outside of Megatron-LM the recipe changes the optimizer or the exchange of gradients; or its weights
-            cannot be FP8.
+        UserError: outside of Megatron-LM the recipe changes the optimizer or the exchange of gradients; its weights
+            cannot be FP8; or a phase begins at a fraction of an unknown number of steps, or two at one step.
     """
 
-    def __init__(self, recipe: Recipe, seed: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, recipe: Recipe, seed: int | None = None, *, total_steps: int | None = None, **options: Any
+    ) -> None:
         if recipe.changes_training and megatron_lm_args() is None:
             raise UserError(
                 f"recipe {recipe.name} also quantizes optimizer state, gradients or weights, which belong to the "
@@ -68,7 +71,11 @@ class StepTracker:
             )
         if recipe.fp8_weights:
             check_primary_weights(recipe)
-        self.recipe, self._seed, self._options = recipe, seed, options
+        if total_steps is None:
+            total_steps = getattr(megatron_lm_args(), "train_iters", None)
+        total_steps = recipe.start(total_steps).total
+        check_phases(recipe, total_steps)
+        self.recipe, self._seed, self._options = recipe, seed, {**options, "total_steps": total_steps}
         self._runtime: RecipeRuntime | None = None
         self._models: WeakSet[nn.Module] = WeakSet()
         self._passes: dict[TransformerLayer, int] = {}  # passes in training of each layer in the step in progress
@@ -294,7 +301,6 @@ def _runtime(recipe: Recipe, config: TransformerConfig, seed: int, options: dict
         # as with Megatron-core's own linears: rounded to the weight's dtype without the fusion
         accumulate_wgrad=config.gradient_accumulation_fusion,
         cache_weights=several,
-        total_steps=getattr(args, "train_iters", None),
         **options,
     )
 

@@ -1,7 +1,9 @@
 """Describes a recipe's GEMMs in every linear layer of a model as text, for ``--explain-recipe``."""
 
+import math
 from collections.abc import Sequence
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.backends.table import Choice, choose, choose_without_gpu
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.coverage import LinearSite, TensorRanks, ranks_of
@@ -105,24 +107,54 @@ def _ranges(numbers: Sequence[int]) -> str:
     return f"layer{'s' if len(numbers) > 1 else ''} {named}"
 
 
-def phase_starts(recipe: Recipe, train_iters: int | None = None) -> list[str]:
-    """When each phase begins, as text: ``iteration 821, 82% of the run``."""
+def _begins(phase: Phase, train_iters: int | None) -> int | None:
+    """Completed steps at the beginning of a phase; None if it is at a fraction of an unknown number."""
+    return None if phase.from_step is None and train_iters is None else phase.begins(train_iters)
 
-    def start(phase: Phase) -> str:
+
+def phase_starts(recipe: Recipe, train_iters: int | None = None) -> list[tuple[int, str]]:
+    """(number in the recipe, from 1; beginning as text, ``iteration 821, 82% of the run``) of each phase.
+
+    In the order of their beginnings; phases at a fraction of an unknown number of steps are last.
+    """
+
+    def start(phase: Phase, begins: int | None) -> str:
+        step = [] if begins is None else [f"iteration {begins + 1:,}"]
         of_run = [] if phase.from_fraction is None else [f"{phase.from_fraction * 100:g}% of the run"]
-        known = phase.from_fraction is None or train_iters is not None
-        return ", ".join(([f"iteration {phase.begins(train_iters) + 1:,}"] if known else []) + of_run)
+        never = train_iters is not None and begins is not None and begins >= train_iters
+        return ", ".join(step + of_run + (["not in this run"] if never else []))
 
-    return [start(phase) for phase in recipe.phases]
+    found = [(_begins(phase, train_iters), number, phase) for number, phase in enumerate(recipe.phases, 1)]
+    found.sort(key=lambda each: math.inf if each[0] is None else each[0])
+    return [(number, start(phase, begins)) for begins, number, phase in found]
+
+
+def check_phases(recipe: Recipe, train_iters: int | None) -> None:
+    """Reject two phases that begin at one step, of which one would never run; UserError names both."""
+    numbers: dict[int, int] = {}
+    for number, phase in enumerate(recipe.phases, 1):
+        begins = _begins(phase, train_iters)
+        if begins is not None and (other := numbers.setdefault(begins, number)) != number:
+            length = "" if train_iters is None else f" of {train_iters:,}"
+            raise UserError(
+                f"phases {other} and {number} of recipe {recipe.name} both begin at iteration {begins + 1:,}{length}, "
+                f"so phase {other} would never run: leave it out, or let one begin elsewhere"
+            )
+
+
+def phase_in_force(recipe: Recipe, progress: Progress) -> int:
+    """Number of the phase, from 1; 0 before the first."""
+    now = recipe.during(progress)
+    return next(number for number, stage in enumerate(recipe.stages) if stage is now)
 
 
 def describe_phases(recipe: Recipe, progress: Progress) -> list[str]:
     """A line about the beginnings of the phases, and which is in force; none without phases."""
     if not recipe.phases:
         return []
-    starts = [f"{number} from {start}" for number, start in enumerate(phase_starts(recipe, progress.total), 1)]
-    in_force = next(number for number, stage in enumerate(recipe.stages) if stage is recipe.during(progress))
-    return [f"phases of the recipe: {'; '.join(starts)}; in force: {in_force or 'none yet'}"]
+    starts = [f"{number} from {start}" for number, start in phase_starts(recipe, progress.total)]
+    in_force = phase_in_force(recipe, progress) or "none yet"
+    return [f"phases of the recipe: {'; '.join(starts)}; in force: {in_force}"]
 
 
 def explain(
@@ -141,7 +173,8 @@ def explain(
     """Text for every linear layer: its three GEMMs, and each operand's format, scales, rounding and transform.
 
     Layers with the same GEMMs are shown once, under their names, sizes and the ranges of their numbers. On "cpu" a GEMM
-    says which GPUs run it on a native backend. Each phase of the recipe has such a part.
+    says which GPUs run it on a native backend. Each phase of the recipe has such a part; parts are in the order in
+    which they begin.
 
     Args:
         sites: the model's linear layers, in order.
@@ -153,6 +186,9 @@ def explain(
         dtype: of the model's weights.
         emulate: no native backend (--emulate).
         train_iters: steps of the run, if known.
+
+    Raises:
+        UserError: as ``check_phases``.
     """
     lines = [f"recipe {recipe.name}: {recipe.summary}", f"source {recipe.source}" if recipe.source else "", ""]
 
@@ -164,7 +200,9 @@ def explain(
 
     used = recipe.in_bf16(rerun_in_bf16)
     by_name = sorted(sites, key=lambda site: [s.name for s in sites].index(site.name))
-    for title, now in zip(["", *(f"from {when}:" for when in phase_starts(recipe, train_iters))], used.stages):
+    check_phases(recipe, train_iters)
+    titles = [(0, ""), *((number, f"from {when}:") for number, when in phase_starts(recipe, train_iters))]
+    for title, now in ((title, used.stages[number]) for number, title in titles):
         # lines of the GEMMs -> name and sizes of a layer -> its numbers
         layers_of: dict[tuple[str, ...], dict[tuple[str, int, int], list[int]]] = {}
         for site in by_name:

@@ -319,6 +319,7 @@ _IN_RECORD: Mapping[str, tuple[type, ...]] = {
     "processes": _NUMBER,
     "versions": (dict,),
     "gemms": (dict,),
+    "gemms_of_phases": (dict,),
 }
 
 

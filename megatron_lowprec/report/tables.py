@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -260,27 +261,42 @@ def _range(losses: Sequence[float]) -> str:
 
 
 def gemms(run: Run) -> str:
-    """Execution of the three GEMMs, equal ones combined."""
-    recorded = run.record.get("gemms")
-    if not isinstance(recorded, dict):
-        return "not recorded"
-    by_way: dict[str, list[str]] = {}
-    for name, way in recorded.items():
-        by_way.setdefault(str(way), []).append(name)
-    return "; ".join(f"{', '.join(names)} {way}" if len(by_way) > 1 else way for way, names in by_way.items())
+    """Execution of the three GEMMs, equal ones combined; of a recipe with phases in each that ran."""
+    texts: dict[str, list[str]] = {}
+    for phase, recorded in _recorded(run).items():
+        by_way: dict[str, list[str]] = {}
+        for name, way in recorded.items():
+            by_way.setdefault(str(way), []).append(name)
+        ways = [f"{', '.join(names)} {way}" if len(by_way) > 1 else way for way, names in by_way.items()]
+        texts.setdefault("; ".join(ways), []).append(f"phase {phase}" if phase != "0" else "before phases")
+    if len(texts) < 2:
+        return "".join(texts) or "not recorded"
+    return "; ".join(f"{', '.join(phases)}: {text}" for text, phases in texts.items())
+
+
+def _recorded(run: Run) -> dict[str, dict[str, str]]:
+    """Phase of the recipe -> GEMM -> its backend; phase 0 is that without phases; empty if not recorded."""
+    phases, recorded = run.record.get("gemms_of_phases"), run.record.get("gemms")
+    found: dict[str, Any] = phases if isinstance(phases, dict) else {"0": recorded}
+    return {
+        str(phase): found[phase]
+        for phase in sorted(found, key=lambda phase: (len(str(phase)), str(phase)))
+        if isinstance(found[phase], dict)
+    }
 
 
 def _execution(runs: Sequence[Run]) -> str:
     """Names of the backends, without reasons; "mixed" if runs differ or not all record it."""
-    found = {_words(run.record.get("gemms")) for run in runs}
+    found = {_words(_recorded(run)) for run in runs}
     return "mixed" if len(found) > 1 else "".join(found) or DASH
 
 
-def _words(recorded: object) -> str:
-    if not isinstance(recorded, dict):
+def _words(recorded: Mapping[str, Mapping[str, str]]) -> str:
+    if not recorded:
         return "not recorded"
     # "<backend> on <device>"; runs of earlier releases: "native on <device>" or "emulated: <reason>"
-    used = {re.split("[ ,:]", str(way))[0] for way in recorded.values() if way != "not quantized"}
+    used = {re.split("[ ,:]", str(way))[0] for gemms in recorded.values() for way in gemms.values()}
+    used.discard("not")  # quantized
     return ", ".join(sorted(used, key=lambda name: (name == "emulated", name))) or "not quantized"
 
 

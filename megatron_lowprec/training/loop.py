@@ -16,9 +16,11 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from megatron_lowprec.linear.capture_file import Capture
+from megatron_lowprec.recipe.explain import phase_in_force
+from megatron_lowprec.recipe.layer_match import Progress
 from megatron_lowprec.training.calibrate import PASSES, calibrate
 from megatron_lowprec.training.checkpoint import random_state
-from megatron_lowprec.training.checkpoint.checkpoint import Progress
+from megatron_lowprec.training.checkpoint.checkpoint import Progress as TrainingProgress
 from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
@@ -34,6 +36,7 @@ from megatron_lowprec.training.monitoring.bad_numbers import BadSteps, Diagnosis
 from megatron_lowprec.training.monitoring.log import RunLog, StepRow
 from megatron_lowprec.training.monitoring.operand_files import write_captures
 from megatron_lowprec.training.monitoring.profiler import Profiler
+from megatron_lowprec.training.monitoring.run_metadata import RunRecord
 from megatron_lowprec.training.step import train_step
 
 
@@ -46,10 +49,11 @@ class Run:
     device: torch.device
     trainer: Trainer
     data: Data
-    progress: Progress
+    progress: TrainingProgress
     log: RunLog
     stops: StopReasons
     checkpoints: CheckpointWriter
+    record: RunRecord
     # Content of config.yaml besides the progress.
     saved: dict[str, Any]
     # Amax histories of delayed scaling are missing that training would have by now.
@@ -123,9 +127,11 @@ def _iterate(run: Run, profiler: Profiler, bad_steps: BadSteps) -> tuple[Stop | 
 
 def _enter_phase(run: Run) -> None:
     """Enter the recipe's phase of the next iteration, as a run enters it that resumes under the phase's recipe."""
-    changed = run.trainer.enter_phase(run.progress.iteration)
+    runtime, now = run.trainer.runtime, Progress(run.progress.iteration, run.config.train_iters)
+    changed = run.trainer.enter_phase(now.step)
     if changed:
         run.log.say(*changed)
+        run.record.enter_phase(phase_in_force(runtime.recipe, now), runtime.gemms())
         if on_any_rank(run.trainer.fit_histories(), run.device):
             _calibrate(run)
 

@@ -16,6 +16,8 @@ from megatron_lowprec.recipe.coverage import (
     check_sizes,
     keeps_all,
 )
+from megatron_lowprec.recipe.explain import phase_in_force
+from megatron_lowprec.recipe.layer_match import Progress
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.checkpoint.changes import recipe_note
@@ -25,6 +27,7 @@ from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import keep_older_run, run_paths, same_folder
+from megatron_lowprec.training.config.phase_options import check_phase_iters, with_steps
 from megatron_lowprec.training.config.resolve import (
     check_packages,
     describe_layout,
@@ -76,6 +79,7 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     notes = notes + more
     check_sizes(recipe, linear_sites(config), require(config.num_layers), tensor_ranks(config))
     check_activations(recipe, linear_sites(config), tensor_ranks(config))
+    check_phase_iters(config, recipe)
     check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), require(config.num_layers))
     check_capture(config)
     check_counterfactuals(config)
@@ -129,7 +133,7 @@ def _explanation(config: Config, recipe: Recipe) -> str:
         means = te_checks.check(config, recipe)
         return f"recipe {recipe.name}: {recipe.summary}\nby TransformerEngine, in every linear layer: {means}"
     return explain(
-        recipe,
+        with_steps(recipe, config),
         linear_sites(config),
         require(config.num_layers),
         arch_here(),
@@ -239,6 +243,9 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
         "tokens": plan.samples * require(config.seq_length),
     }
     record = RunRecord(paths.record, ranks.rank == 0, facts, continues=plan.continues)
+    if plan.recipe.phases:
+        last = Progress(max(progress.iteration - 1, 0), config.train_iters)
+        record.enter_phase(phase_in_force(plan.recipe, last), trainer.runtime.gemms())
     # Without an evaluation nothing replaces the last one's rows.
     evaluated = progress.evaluated if config.eval_iters else progress.iteration
     with RunLog(config, paths, ranks.rank == 0, progress.iteration, content, evaluated, record.run_id) as log:
@@ -253,7 +260,9 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
         writer = CheckpointWriter(config, content, log.say)
         if trainer.graphs is not None:
             trainer.graphs.say = log.say
-        run = loop.Run(config, paths, device, trainer, splits, progress, log, stops, writer, content, uncalibrated)
+        run = loop.Run(
+            config, paths, device, trainer, splits, progress, log, stops, writer, record, content, uncalibrated
+        )
         try:
             stop = loop.train(run)
         finally:

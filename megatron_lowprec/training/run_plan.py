@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_lowprec.recipe.explain import check_phases
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training import schedule as schedules
 from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths
+from megatron_lowprec.training.config.phase_options import continued_phases, with_steps
 from megatron_lowprec.training.config.resolve import layout_of, total_samples
 from megatron_lowprec.training.distributed.startup import Ranks, versions
 from megatron_lowprec.training.memory import report as memory_report
@@ -89,12 +91,14 @@ def plan_run(
             config, more = saved_state.continued(found, config, given)
             later_notes += more
             config, more = continued_phase(config, found.content["options"], given)
-            later_notes += [*more, *changes.option_notes(found, config)]
+            later_notes += more
             past["earlier_recipes"] = changes.earlier_recipes(found, recipe)
             # Earlier iterations may have had another batch size.
             behind = found.progress
             iterations, samples = run_length(config, behind["iteration"], behind["consumed_samples"])
             config = replace(config, train_iters=iterations)
+            config, more = continued_phases(config, recipe, found.content["options"], found.recipe, given)
+            later_notes += [*more, *changes.option_notes(found, config)]
             saved_state.check_length(found, config)
         if not (config.finetune or config.no_load_optim):
             saved_state.check_optimizer(found, config)
@@ -106,4 +110,6 @@ def plan_run(
     content = saved_state.content(config, recipe, schedule, vocabulary, layout, tokenizer)
     content |= {"versions": dict(versions()), **{name: value for name, value in past.items() if value}}
     continues = found is not None and not start
-    return RunPlan(config, paths, recipe, schedule, tokenizer, found, continues, content, samples, notes, later_notes)
+    used = with_steps(recipe, config)
+    check_phases(used, config.train_iters)
+    return RunPlan(config, paths, used, schedule, tokenizer, found, continues, content, samples, notes, later_notes)

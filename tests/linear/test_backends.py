@@ -7,6 +7,7 @@ import torch
 
 from megatron_lowprec.linear.backends import resolved, table
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
+from megatron_lowprec.linear.backends.hopper_fp8.why_not import why_not
 from megatron_lowprec.linear.backends.protocol import CastRequest, GemmBackend
 from megatron_lowprec.linear.backends.table import BACKENDS, FALLBACK, Backend, choose, choose_without_gpu
 from megatron_lowprec.linear.backends.target import Target
@@ -43,6 +44,12 @@ def test_rows_that_are_passed_over_are_named_with_their_reasons(monkeypatch: pyt
     assert choose_without_gpu("wgrad", get_recipe("mxfp8").wgrad, target).why == (
         "on GPUs as well: loud: no wgrad; hopper_fp8: no MX GEMM on sm90"
     )
+
+
+def test_a_reason_fits_one_plain_operand_and_two() -> None:
+    dgrad = get_recipe("mxfp4_rht").dgrad
+    for gemm in (replace(dgrad, weight=None), replace(dgrad, weight=None, grad_output=None)):
+        assert why_not("dgrad", gemm, Target("sm90", 256, 256)) == "an operand stays in the compute dtype"
 
 
 def test_an_expert_without_tokens_takes_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from megatron_lowprec import UserError, get_recipe, load_recipe, specs
+from megatron_lowprec.recipe.recipe import Phase
 from tests.mcore.one_process import one_process
 from tests.mcore.recomputation import bounded_recomputation
 
@@ -174,7 +176,7 @@ def test_microbatches_and_steps_are_followed_without_calls(recipe: str, indexed:
 
 
 def test_phases_are_followed_without_calls(capsys: pytest.CaptureFixture[str]) -> None:
-    rules = "rules: [{first: 1, gemms: mxfp8}, {layers: [layers.2.mlp.linear_fc3], gemms: bf16}]"
+    rules = "rules: [{first: 1, gemms: mxfp8}, {layers: [layers.2.mlp.linear_fc2], gemms: bf16}]"
     given = "fp8_delayed", f"phases=[{{from_step: 1, dgrad: fp8_current, {rules}}}]"
     loop, by_calls = Loop(tracked(*given)), explicit(*given)
     for _ in range(2):
@@ -186,8 +188,19 @@ def test_phases_are_followed_without_calls(capsys: pytest.CaptureFixture[str]) -
     assert (first, last) == (get_recipe("mxfp8").gemms, delayed | {"dgrad": current["dgrad"]})
     printed = capsys.readouterr().out
     assert printed.count("phases of the recipe: 1 from iteration 2; in force: ") == 2
-    unmatched = "a rule has 'layers.2.mlp.linear_fc3', which matches no linear layer; layers are named like "
-    assert printed.count(f"{unmatched}layers.2.mlp.linear_fc2\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("{layers: [layers.2.mlp.linear_fc3]", "'layers.2.mlp.linear_fc3', which matches no linear layer; layers are "),
+        ("{first: 9", "first is 9, but the model has 2 layers; lower it"),
+    ],
+)
+def test_a_rule_that_matches_nothing_is_refused_as_the_model_is_built(rule: str, message: str) -> None:
+    for change in (f"rules=[{rule}, gemms: bf16}}]", f"phases=[{{from_step: 1, rules: [{rule}, gemms: bf16}}]}}]"):
+        with pytest.raises(UserError, match=message):
+            tracked("mxfp8", change)
 
 
 def test_a_loaded_model_is_evaluated_in_its_phase() -> None:
@@ -201,8 +214,17 @@ def test_a_loaded_model_is_evaluated_in_its_phase() -> None:
 
 
 def test_a_fraction_of_a_run_needs_its_length() -> None:
+    from megatron_lowprec.mcore.layer_spec import layer_spec
+
+    halved = load_recipe("mxfp8", ["phases=[{from_fraction: 0.5, fprop: bf16}]"])
     with pytest.raises(UserError, match=r"from_fraction 0\.5 of a run whose number of steps is unknown: .*total_steps"):
-        tracked("mxfp8", "phases=[{from_fraction: 0.5, fprop: bf16}]")
+        layer_spec(halved)
+    tracker = layer_spec(halved, total_steps=100).module.tracker
+    assert tracker.recipe.phases[0].begins(tracker._options["total_steps"]) == 50
+    with pytest.raises(
+        UserError, match=r"phases 1 and 2 of recipe .* both begin at iteration 51 of 100, so phase 1 wo"
+    ):
+        layer_spec(replace(halved, phases=(*halved.phases, Phase(from_step=50))), total_steps=100)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lowprec import GemmSpec, HadamardSpec, KeepBf16, UserError, get_recipe, load_recipe
 from megatron_lowprec.recipe.coverage import LinearSite, check_sizes
-from megatron_lowprec.recipe.explain import explain
+from megatron_lowprec.recipe.explain import check_phases, describe_phases, explain, phase_starts
 from megatron_lowprec.recipe.layer_match import Layer, LayerMatch, Progress
 from megatron_lowprec.recipe.parsing import recipe_from_dict, recipe_to_dict
 from megatron_lowprec.recipe.recipe import BF16, Phase, Recipe, Rule
@@ -265,6 +265,28 @@ def test_sizes_are_checked_for_every_rule_and_phase() -> None:
     for recipe in (ruled(Rule.of(wide, last=1)), ruled(phases=(Phase(from_step=3, fprop=wide.fprop),))):
         with pytest.raises(UserError, match=r"fprop of layers\.\d\.mlp\.linear_fc1 has .* block 1x128, but 64 input"):
             check_sizes(recipe, SITES, 3, 1)
+
+
+def test_phases_are_shown_in_the_order_in_which_they_begin() -> None:
+    phases = (Phase(from_step=5000), Phase(from_fraction=0.5), Phase(from_step=9))
+    recipe = ruled(phases=phases)
+    late, half, early = "iteration 5,001, not in this run", "iteration 51, 50% of the run", "iteration 10"
+    (line,) = describe_phases(recipe, Progress(60, 100))
+    assert line == f"phases of the recipe: 3 from {early}; 2 from {half}; 1 from {late}; in force: 2"
+    titles = [line for line in explain(recipe, SITES, 3, "cpu", train_iters=100).split("\n") if "iteration" in line]
+    assert titles == [f"from {when}:" for when in (early, half, late)]
+    assert phase_starts(recipe) == [(3, early), (1, "iteration 5,001"), (2, "50% of the run")]
+
+
+def test_two_phases_at_one_step_are_refused_once_the_length_is_known() -> None:
+    recipe = ruled(phases=(Phase(from_fraction=0.5), Phase(from_step=50)))
+    check_phases(recipe, None)
+    check_phases(recipe, 98)
+    message = "phases 1 and 2 of recipe mxfp4_rht_sr both begin at iteration 51 of 100, so phase 1 would never run"
+    with pytest.raises(UserError, match=message):
+        explain(recipe, SITES, 3, "cpu", train_iters=100)
+    with pytest.raises(UserError, match=r"phases 2 and 3 .* both begin at iteration 51, so phase 2 would"):
+        check_phases(replace(recipe, phases=(*recipe.phases, Phase(from_step=50))), None)
 
 
 def test_an_explanation_has_a_part_for_each_phase() -> None:

@@ -155,6 +155,18 @@ def test_the_table_names_backends(tmp_path: Path, first: list[str], second: list
     assert tables.quality(group, None, 0.95).rows[0][-1] == words
 
 
+def test_the_table_names_the_backends_of_all_phases(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "s", "mxfp4", 1)
+    record = json.loads((folder / "run.json").read_text())
+    start, late = {"fprop": "emulated: x", "dgrad": "emulated: x"}, {"fprop": "native on sm90", "dgrad": "emulated: x"}
+    phases = {"0": start, "1": late, "2": start}
+    (folder / "run.json").write_text(json.dumps({**record, "gemms": start, "gemms_of_phases": phases}))
+    ((group,), _) = group_runs(find_runs([str(folder)], 0.5)[0], "bf16")
+    assert tables.quality(group, None, 0.95).rows[0][-1] == "native, emulated"
+    ways = "before phases, phase 2: emulated: x; phase 1: fprop native on sm90; dgrad emulated: x"
+    assert tables.gemms(group.runs[0]) == ways
+
+
 def test_independent_runs_say_why_and_what_would_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": [3.70, 3.72], "mxfp4": [3.80, 3.84]})
     assert report.main([str(sweep), "--out", str(tmp_path / "out")]) == 0

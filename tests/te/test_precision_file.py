@@ -49,6 +49,38 @@ def test_matchers_are_rules_over_the_paths_of_modules(tmp_path: Path) -> None:
         assert recipe.at(Layer(number, name, 4)).gemms == get_recipe(of).gemms
 
 
+RULED = "{base: fp8_current, rules: [{last: 1, gemms: fp8_blockwise}]}"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "last"),
+    [
+        (RULED, None, "fp8_blockwise"),
+        ("{base: fp8_current}", "rules=[{last: 1, gemms: fp8_delayed}]", "fp8_delayed"),
+        (RULED, "rules=[{last: 1, gemms: fp8_delayed}]", "fp8_delayed"),
+        (RULED, "dgrad=null", "fp8_blockwise"),
+    ],
+)
+def test_a_files_rules_are_in_front_of_all_others(tmp_path: Path, recipe: str, override: str | None, last: str) -> None:
+    (tmp_path / "precision.yaml").write_text(FILE)
+    (tmp_path / "mine.yaml").write_text(recipe)
+    words = ["--recipe", str(tmp_path / "mine.yaml"), "--te-precision-config-file", str(tmp_path / "precision.yaml")]
+    config, _, _ = parse([*words, *([] if override is None else ["--recipe-override", override])])
+    found = load_recipe(config.recipe, config.recipe_override)
+    assert found.name.endswith("+rules of precision.yaml")
+    assert found.at(Layer(4, "self_attention.linear_proj", 4)).gemms == get_recipe(last).gemms
+    assert found.at(Layer(4, "mlp.linear_fc2", 4)).gemms == get_recipe("fp8_rowwise").gemms
+
+
+def test_a_file_without_an_enabled_matcher_adds_nothing_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "precision.yaml").write_text(FILE.replace(", enabled: true", ""))
+    config, _, notes = parse(
+        ["--recipe", "fp8_current", "--te-precision-config-file", str(tmp_path / "precision.yaml")]
+    )
+    assert config.recipe_override == []
+    assert [note for note in notes if "no matcher is enabled, so it changes no layer" in note]
+
+
 def test_recipes_are_those_of_transformer_engine() -> None:
     for (scaling, format), name in RECIPES.items():
         fields = te_config(get_recipe(name)).transformer_config()

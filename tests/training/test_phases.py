@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,8 @@ def test_a_recipe_by_layer_and_by_phase_is_a_file(drive: Drive, capsys: pytest.C
     printed = capsys.readouterr().out
     assert "phases of the recipe: 1 from iteration 6, 82% of the run; in force: none yet\n" in printed
     assert printed.count("in force: 1\n") == 1
+    ran = json.loads(Path("mine/run.json").read_text())["gemms_of_phases"]
+    assert {phase: gemms["fprop"].split(" ")[0] for phase, gemms in ran.items()} == {"0": "emulated", "1": "not"}
     # until the last iteration its losses are those of the recipe without the phase
     drive(argv(**options, save="without", recipe_override="phases=[]"))
     found, without = losses(Path("mine")), losses(Path("without"))

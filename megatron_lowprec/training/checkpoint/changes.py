@@ -11,6 +11,7 @@ from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.checkpoint.resume import Saved, differing, earlier_values
 from megatron_lowprec.training.config.no_effect import NO_EFFECT
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.phase_options import phase_iters
 from megatron_lowprec.training.models.sizes import has_experts
 from megatron_lowprec.training.schedule import Schedule
 
@@ -47,7 +48,7 @@ def earlier_options(saved: Saved, config: Config, schedule: Schedule) -> list[di
     values of options and of the schedule's fields.
     """
     now = schedule.to_dict()
-    changed = earlier_values(saved.content["options"], config, _RECORDED)
+    changed = earlier_values(_options_of(saved, config), config, _RECORDED)
     changed |= {name: value for name, value in saved.schedule.to_dict().items() if value != now[name]}
     if config.no_load_optim:  # of one start: the next one loads the new moments
         changed["no_load_optim"] = False
@@ -57,7 +58,7 @@ def earlier_options(saved: Saved, config: Config, schedule: Schedule) -> list[di
 
 def option_notes(saved: Saved, config: Config) -> list[str]:
     """Notes about options that a continued run has changed, if no other line of the log names them."""
-    options = saved.content["options"]
+    options = _options_of(saved, config)
     notes = []
     data = earlier_values(options, config, _DATA)
     if data:
@@ -69,6 +70,14 @@ def option_notes(saved: Saved, config: Config) -> list[str]:
     if others:
         notes.append(f"options: {', '.join(others)}; config.yaml records the change")
     return notes
+
+
+def _options_of(saved: Saved, config: Config) -> dict[str, Any]:
+    """The checkpoint's options; those that follow from others by default have their value, if they have one here."""
+    options = dict(saved.content["options"])
+    if config.recipe_phase_iters is not None and phase_iters(options) is not None:
+        options["recipe_phase_iters"] = phase_iters(options)
+    return options
 
 
 def earlier_recipes(saved: Saved, recipe: Recipe) -> list[str]:

@@ -15,6 +15,7 @@ from megatron_lowprec.training.checkpoint import storage
 from megatron_lowprec.training.checkpoint.resume import CONFIG, Saved, find_checkpoint, read
 from megatron_lowprec.training.checkpoint.safe_load import Damaged
 from megatron_lowprec.training.config.options import Config, ModelOptions
+from megatron_lowprec.training.config.phase_options import phase_iters
 from megatron_lowprec.training.config.resolve import resolve_run
 from megatron_lowprec.training.models.deepseek.options import LatentAttentionOptions
 from megatron_lowprec.training.models.moe.options import MoeOptions
@@ -97,6 +98,6 @@ def reopen(found: Saved, world_size: int, gpus: bool, recipe: str | None = None,
     """
     config = resolve_run(replace(model_options(found), **layout), world_size, gpus)
     chosen = load_recipe(recipe, []) if recipe is not None else recipe_from_dict(found.content["recipe"])
-    total = found.content["options"].get("train_iters")
-    chosen = chosen.during(Progress(max(found.progress["iteration"] - 1, 0), total))
+    progress = Progress(max(found.progress["iteration"] - 1, 0), phase_iters(found.content["options"]))
+    chosen = chosen.during(progress)
     return Reopened(found, config, chosen, found.content["padded_vocab_size"])

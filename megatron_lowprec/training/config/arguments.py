@@ -160,8 +160,8 @@ def parse(argv: Sequence[str]) -> tuple[Config, frozenset[str], list[str]]:
         given["recipe_override"] = [*(from_yaml.get("recipe_override") or []), *given.get("recipe_override", [])]
     values = {**without_rivals(from_yaml, given), **given}
     fp8 = {name: values.pop(name) for name in FP8_FLAGS if name in values}
-    overrides = translate_fp8_flags(fp8, values.get("recipe", Config.recipe))
-    values["recipe_override"] = [*overrides, *values.get("recipe_override", [])]
+    recipe, overrides = values.get("recipe", Config.recipe), values.get("recipe_override", [])
+    values["recipe_override"] = translate_fp8_flags(fp8, recipe, overrides, notes)
     config = Config(**values)
     for name, answer in asked.idle.items():
         for option, wanted in answer.requires.items():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.te.precision_file import rules_of_precision_file
 
 # Name -> whether it is a switch. Not in Config: a run's precision is described by its recipe only.
@@ -74,8 +78,17 @@ def fp8_reason(name: str, value: str = "") -> str | None:
     return _INSTEAD.get(name)
 
 
-def translate_fp8_flags(given: Mapping[str, Any], recipe: str = "bf16") -> list[str]:
-    """Overrides of a recipe equivalent to the given Megatron flags.
+def translate_fp8_flags(
+    given: Mapping[str, Any], recipe: str = "bf16", overrides: Sequence[str] = (), notes: list[str] | None = None
+) -> list[str]:
+    """Overrides of a recipe: those equivalent to the given Megatron flags, and the run's own.
+
+    Rules of a file are in front of the recipe's, and of those that an override gives it.
+
+    Args:
+        recipe: name or file.
+        overrides: the run's own, which replace what a flag of single layers says.
+        notes: gets a line about a file without rules.
 
     Raises:
         UserError: flags without an equivalent; the message names the recipes or fields to use instead.
@@ -83,20 +96,29 @@ def translate_fp8_flags(given: Mapping[str, Any], recipe: str = "bf16") -> list[
     refused = refused_fp8_flags(given)
     if refused:
         raise UserError("; ".join(refused))
-    return [*_layers_in_bf16(given), *_rules_of_file(given.get("te_precision_config_file"), recipe)]
-
-
-def _rules_of_file(path: str | None, recipe: str) -> list[str]:
-    """An override in one line of YAML."""
+    overrides = [*_layers_in_bf16(given), *overrides]
+    path = given.get("te_precision_config_file")
     if path is None:
-        return []
+        return overrides
     if recipe == "bf16":
         raise UserError(
             f"--te-precision-config-file {path} changes layers that are quantized, and --recipe bf16 quantizes none: "
             "give the --recipe of the layers that no matcher selects"
         )
-    rules = yaml.safe_dump(rules_of_precision_file(path), default_flow_style=True, sort_keys=False, width=math.inf)
-    return [f"rules={rules.strip()}"]
+    rules = rules_of_precision_file(path)
+    if not rules:
+        if notes is not None:
+            notes.append(f"--te-precision-config-file {path}: no matcher is enabled, so it changes no layer")
+        return overrides
+    return [*overrides, *_with_rules_in_front(rules, load_recipe(recipe, overrides), path)]
+
+
+def _with_rules_in_front(rules: list[dict[str, Any]], recipe: Recipe, path: str) -> list[str]:
+    """Overrides in one line of YAML each; a recipe's own rules are long there, so its name has the file's instead."""
+    own = recipe_to_dict(recipe).get("rules", [])
+    text = yaml.safe_dump([*rules, *own], default_flow_style=True, sort_keys=False, width=math.inf)
+    named = [f"name={json.dumps(f'{recipe.name}+rules of {Path(path).name}')}"] if own else []
+    return [f"rules={text.strip()}", *named]
 
 
 def _layers_in_bf16(given: Mapping[str, Any]) -> list[str]:

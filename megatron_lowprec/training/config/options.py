@@ -24,6 +24,11 @@ class RecipeOptions:
     recipe_override: list[str] = arg(
         [], "change one field of the recipe, as in dgrad.hadamard.block=128; may be repeated"
     )
+    recipe_phase_iters: int | None = arg(
+        None,
+        "iterations of which a phase's from_fraction is a fraction, in place of train-iters; a run that resumes keeps "
+        "the checkpoint's",
+    )
     rerun_in_bf16: list[str] = arg(
         [], "run single GEMMs unquantized to see which one is at fault, as in layers.3.mlp.linear_fc1.dgrad; globs"
     )

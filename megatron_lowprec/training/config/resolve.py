@@ -209,6 +209,7 @@ _BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "manual_gc_interval": (0, None),
     "make_vocab_size_divisible_by": (1, None),
     "global_batch_size": (1, None),
+    "recipe_phase_iters": (1, None),
     **{name: bounds for architecture in ARCHITECTURES for name, bounds in architecture.bounds.items()},
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.config.options import Config
@@ -28,7 +28,8 @@ class MemoryPlan:
     ``resident`` lasts through a step, ``kept`` is saved for backward, and of ``transient`` (allocated at different
     times on top of both) the largest counts, and fp32 gradients beside those of the passes. ``held`` is what CUDA
     graphs hold throughout: the part of ``kept`` of the layers, and their backward pass. ``eager`` is what a step with
-    a quantization-error snapshot or a capture adds, which runs layers kernel by kernel beside the graphs.
+    a quantization-error snapshot or a capture adds, which runs layers kernel by kernel beside the graphs. ``phase`` is
+    that of the recipe's ``phases`` with the largest peak, 0 before the first.
     """
 
     runs: Execution
@@ -41,6 +42,8 @@ class MemoryPlan:
     transient: Mapping[str, float]
     held: float = 0.0
     eager: float = 0.0
+    phase: int = 0
+    phases: int = 0
 
     @property
     def peak(self) -> float:
@@ -72,8 +75,12 @@ def plan(config: Config, recipe: Recipe, padded_vocab_size: int, gpus: int, arch
     Of a recipe with phases, that of the phase with the largest peak.
     """
     plans = [
-        _stage_plan(config, Execution(phase, arch), padded_vocab_size, gpus, stage)
-        for phase in recipe.stages
+        replace(
+            _stage_plan(config, Execution(now, arch), padded_vocab_size, gpus, stage),
+            phase=phase,
+            phases=len(recipe.phases),
+        )
+        for phase, now in enumerate(recipe.stages)
         for stage in range(config.pipeline_model_parallel_size)
     ]
     return max(plans, key=lambda found: found.peak)

@@ -86,8 +86,10 @@ def eager_if_close(
 def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | None) -> list[str]:
     """The plan, one line per part; each block is in GiB, or in MiB if all of it is small."""
     where = f", the fullest of {found.stages} pipeline stages: {found.stage}" if found.stages > 1 else ""
+    at = f"phase {found.phase} of {found.phases}" if found.phase else f"before phase 1 of {found.phases}"
+    when = f", {at}, where it is largest" if found.phases else ""
     lines = [
-        f"memory plan of one of {found.gpus} GPUs{where}; recipe {recipe.name}, "
+        f"memory plan of one of {found.gpus} GPUs{where}; recipe {recipe.name}{when}, "
         f"microbatches of {require(config.micro_batch_size)} x {require(config.seq_length)} tokens",
         f"parallelism: {describe_layout(layout_of(config, found.gpus))}",
     ]

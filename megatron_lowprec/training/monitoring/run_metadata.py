@@ -12,12 +12,14 @@ from typing import Any
 
 from megatron_lowprec.shipped import SHIPPED
 
+PHASES = "gemms_of_phases"  # of a recipe with phases: number of the phase -> GEMM -> its backend
+
 
 class RunRecord:
     """The metadata file of one launch; a no-op on ranks that do not write.
 
-    A run that never ends keeps ``"ended": null``. A launch that resumes a run keeps the larger memory peak, and the id
-    under which Weights & Biases knows the run.
+    A run that never ends keeps ``"ended": null``. A launch that resumes a run keeps the larger memory peak, the id
+    under which Weights & Biases knows the run, and what earlier phases of the same recipe ran.
 
     Args:
         path: the file.
@@ -37,7 +39,7 @@ class RunRecord:
         before = _read(path) if continues else {}
         self.run_id = str(before.get("run_id") or secrets.token_hex(4))
         peak = before.get("peak_memory_bytes")
-        self._facts = {
+        self._facts: dict[str, Any] = {
             **facts,
             "commit": commit(),
             "started": _now(),
@@ -46,7 +48,16 @@ class RunRecord:
             "run_id": self.run_id,
             "peak_memory_bytes": peak if isinstance(peak, int) else None,
         }
+        phases = before.get(PHASES)
+        if isinstance(phases, dict) and before.get("recipe") == facts.get("recipe"):
+            self._facts[PHASES] = phases
         self._write()
+
+    def enter_phase(self, number: int, gemms: Mapping[str, str]) -> None:
+        """Record the backends of a phase of the recipe, which is 0 before the first."""
+        if self._writes:
+            self._facts[PHASES] = {**self._facts.get(PHASES, {}), str(number): dict(gemms)}
+            self._write()
 
     def end(self, iteration: int, peak_memory_bytes: int | None) -> None:
         """Record the end of training, for whatever reason; the peak is the fullest GPU's, None without a GPU."""

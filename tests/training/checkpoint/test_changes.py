@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from megatron_lowprec import UserError, load_recipe
+from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.report import groups
 from megatron_lowprec.training.checkpoint import changes
 from megatron_lowprec.training.checkpoint.resume import Saved
 from megatron_lowprec.training.config.no_effect import NO_EFFECT
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.phase_options import check_phase_iters, continued_phases, with_steps
 from megatron_lowprec.training.schedule import Schedule, plan
 
 DEFAULT = Config(num_layers=2, hidden_size=64, seq_length=32, global_batch_size=4, lr=1e-3)
@@ -73,3 +76,38 @@ def test_an_earlier_change_stays_recorded() -> None:
     before = saved(DEFAULT)
     before.content["earlier_options"] = [{"until_iteration": 1, "clip_grad": 0.5}]  # type: ignore[index]
     assert changes.earlier_options(before, DEFAULT, schedule()) == [{"until_iteration": 1, "clip_grad": 0.5}]
+
+
+PHASED = load_recipe("fp8_current", ["phases=[{from_fraction: 0.5, gemms: bf16}]"])
+MOVED = load_recipe("fp8_current", ["phases=[{from_fraction: 0.4, gemms: bf16}]"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "saved_options", "asked", "begins"),
+    [
+        (PHASED, {"train_iters": 4}, None, 2),  # begun at 2 of 4, it stays begun in a run of 10
+        (PHASED, {"train_iters": 8, "recipe_phase_iters": 4}, None, 2),  # the second resume
+        (PHASED, {"train_iters": 10}, None, 5),
+        (PHASED, {"train_iters": 4}, 8, 4),
+        (MOVED, {"train_iters": 4}, None, 4),  # not the checkpoint's phase
+        (PHASED, {}, None, 5),
+    ],
+)
+def test_a_phase_stays_where_it_began(
+    recipe: Recipe, saved_options: dict[str, Any], asked: int | None, begins: int
+) -> None:
+    config = replace(DEFAULT, train_iters=10, recipe_phase_iters=asked)
+    given = set() if asked is None else {"recipe_phase_iters"}
+    config, notes = continued_phases(config, recipe, saved_options, PHASED, given)
+    kept = asked is None and begins == 2
+    assert [note for note in notes if "fractions of 4 iterations" in note] == notes
+    assert len(notes) == kept
+    assert with_steps(recipe, config).phases[0].begins(config.train_iters) == begins
+    before = saved(replace(DEFAULT, **saved_options))
+    recorded = changes.earlier_options(before, config, schedule())
+    assert recorded == ([{"until_iteration": 3, "recipe_phase_iters": 4}] if asked else [])
+
+
+def test_iterations_of_phases_need_a_fraction() -> None:
+    with pytest.raises(UserError, match="--recipe-phase-iters 4 does nothing: no phase of recipe bf16 begins at"):
+        check_phase_iters(replace(DEFAULT, recipe_phase_iters=4), load_recipe("bf16"))

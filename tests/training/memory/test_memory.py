@@ -454,3 +454,22 @@ def test_the_driver_refuses_before_anything_starts(drive: Drive, monkeypatch: py
     assert not Path("out").exists()
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
     drive(argv(save="out", no_memory_check=True, no_save=True))
+
+
+@pytest.mark.parametrize(
+    ("base", "phases", "words"),
+    [
+        ("bf16", "[]", "recipe {}, microbatches"),
+        (
+            "bf16",
+            "[{from_step: 1}, {from_step: 2, gemms: fp8_current}]",
+            "recipe {}, phase 2 of 2, where it is",
+        ),
+        ("fp8_current", "[{from_step: 1, gemms: bf16}]", "recipe {}, before phase 1 of 1, where it is largest,"),
+    ],
+)
+def test_a_plan_names_the_phase_that_it_is_of(base: str, phases: str, words: str) -> None:
+    config, recipe = small(bf16=True), load_recipe(base, [f"phases={phases}"])
+    found = plan(config, recipe, VOCABULARY, 1)
+    assert found.peak == max(plan(config, stage, VOCABULARY, 1).peak for stage in recipe.stages)
+    assert words.format(recipe.name) in report.table(found, config, recipe, None)[0]

@@ -41,6 +41,17 @@ def test_a_run_that_continues_keeps_the_larger_peak(tmp_path: Path) -> None:
         assert read(path)["peak_memory_bytes"] == expected
 
 
+def test_a_record_has_the_backends_of_each_phase_that_ran(tmp_path: Path) -> None:
+    path, first, second = tmp_path / "run.json", {"fprop": "emulated on cpu"}, {"fprop": "not quantized"}
+    whole, resumed, other = {"0": first, "1": second}, {"0": first, "1": first}, {"1": first}
+    run_metadata.RunRecord(path, True, {"recipe": "a"}, continues=False)
+    assert "gemms_of_phases" not in read(path)
+    cases = (("a", False, (0, first), {"0": first}), ("a", True, (1, second), whole), ("a", True, (1, first), resumed))
+    for recipe, continues, phase, expected in (*cases, ("b", True, (1, first), other)):
+        run_metadata.RunRecord(path, True, {"recipe": recipe}, continues=continues).enter_phase(*phase)
+        assert read(path)["gemms_of_phases"] == expected
+
+
 def test_another_rank_writes_nothing(tmp_path: Path) -> None:
     run_metadata.RunRecord(tmp_path / "run.json", False, {}, continues=False).end(1, 1)
     assert not list(tmp_path.iterdir())

@@ -53,7 +53,7 @@ class GroupedEmulatedGemms(GroupedBackend):
         if gemm in self._first.products:
             return "the product emulates Hopper's accumulator"
         if (any(quantized) or transform is not None) and not all(quantized):
-            return "one operand stays in the compute dtype"
+            return "an operand stays in the compute dtype"
         if transform is not None and transform[0].block < 32:
             return "kernels transform blocks of at least 32"
         # whole groups along features; along tokens the kernels pad

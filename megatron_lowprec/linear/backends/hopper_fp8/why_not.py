@@ -48,7 +48,7 @@ def why_not(name: str, gemm: GemmSpec, target: Target) -> str | None:
         return "not quantized"
     operands = operands_of(name, gemm)
     if len(operands) < 2:
-        return "one operand stays in the compute dtype"
+        return "an operand stays in the compute dtype"
     formats = {quant.format for quant in operands}
     if not formats <= {"e4m3", "e5m2"} or formats == {"e5m2"}:
         return f"no GEMM of {' and '.join(sorted(formats))} on {arch}"

@@ -56,8 +56,7 @@ def field_table(first: Recipe, second: Recipe) -> Table:
     lacking = {name for name in names if any(name in pair and pair[name] == "none" for pair in pairs)}
     rows = []
     for name in names:
-        whole = name.rpartition(".")[0]
-        if whole not in lacking:
+        if not any(name.startswith(f"{whole}.") for whole in lacking):
             values = (pair.get(name) or _whole(recipe, name) for pair, recipe in zip(pairs, (first, second)))
             rows.append({"field": name, **dict(zip(("first", "second"), values))})
     columns = (Column("field", "field"), Column("first", first.name), Column("second", second.name))

@@ -101,10 +101,9 @@ class RecipeRuntime:
         if fp8_gather:
             check_fp8_gather(recipe, parallel_state.get_pipeline_model_parallel_world_size())
         self.dispatch = Fp8Dispatch(recipe) if fp8_dispatch else None
-        self.kept, self.rerun_in_bf16 = list[str](), list[str]()
+        self.kept, self.rerun_in_bf16, self.notes = list[str](), list[str](), list[str]()
         self.backends: dict[Choice, list[str]] = {}
         self.recomputes_gelu: bool | None = None
-        self.notes: list[str] = []
         self.layers, self.grouped = list[LinearGemms](), list[LowPrecGroupedMLP]()
         self.transformer_layers: WeakSet[TransformerLayer] = WeakSet()
         self._bound: WeakKeyDictionary[LowPrecLinearMixin, BoundLinear] = WeakKeyDictionary()
@@ -137,13 +136,12 @@ class RecipeRuntime:
                 f"recipe {recipe.name} has history_update microbatch: in a pipeline a recomputed forward pass would be "
                 "rounded by a later scale than its first one; set history_update=step, or leave recomputation out"
             )
-        bound = self._bound.get(module)
-        if bound is None:
+        if (bound := self._bound.get(module)) is None:
             # a checkpoint stacks the layers of a model, so all store the same tensors
             histories = add_tensors(recipe.delayed_operands(), partial(self.history, expert=expert >= 0))
             bound = self._bound[module] = BoundLinear(layer_number, name, expert, histories)
-        place = Layer(layer_number, name, self._num_layers)
-        own, linear = recipe.at(place, self._progress), self._used.at(place, self._progress)
+        place, now = Layer(layer_number, name, self._num_layers), self._progress
+        own, linear = recipe.at(place, now), self._used.at(place, now)
         if recipe.quantized and not own.quantized:
             self.kept.append(place.path)
         rerun = [gemm for gemm in own.gemms if own.gemms[gemm].quantized and not linear.gemms[gemm].quantized]
@@ -214,9 +212,7 @@ class RecipeRuntime:
         return any(empty_histories(layer.recipe, layer.histories, gradients=True) for layer in self.layers)
 
     def begin_step(self, step: int) -> None:
-        """Begin a training step, before its first forward, with zero gradients; ``step`` counts iterations completed.
-
-        Enters the recipe's phase of the step.
+        """Begin the step behind ``step`` iterations, and its phase, before its first forward, with zero gradients.
 
         Raises:
             RuntimeError: the previous step has not ended.

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.layer_match import Layer, LayerMatch, numbering_notes, site_path
+from megatron_lowprec.recipe.layer_match import Layer, LayerMatch, site_path
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, LinearRecipe, QuantSpec
 
@@ -72,14 +72,6 @@ def unmatched_globs(recipe: Recipe, layers: Sequence[Layer]) -> list[tuple[str, 
 
 def _reaches(match: LayerMatch, layers: Sequence[Layer]) -> bool:
     return any(match.matches(layer, gemm) for layer in layers for gemm in GEMM_OPERANDS)
-
-
-def rule_notes(recipe: Recipe, kept: Sequence[str], layers: Sequence[Layer]) -> list[str]:
-    """Lines of ``numbering_notes`` about layers in the compute dtype, and of ``unmatched_globs`` in a whole model."""
-    return numbering_notes(recipe.globs, kept) + [
-        f"a rule has {glob!r}, which matches no linear layer; layers are named like {near}"
-        for glob, near in unmatched_globs(recipe, layers)
-    ]
 
 
 def check_globs(what: str, recipe: Recipe, layers: Sequence[Layer]) -> None:

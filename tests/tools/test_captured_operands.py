@@ -117,7 +117,7 @@ def test_a_history_that_was_not_kept_is_replaced_by_the_tensors_amax() -> None:
 def test_fields_that_differ() -> None:
     table = recipe_diff.field_table(get_recipe("mxfp8"), get_recipe("mxfp8_ocp"))
     operands = [f"{gemm}.{tensor}" for gemm, tensors in GEMM_OPERANDS.items() for tensor in tensors]
-    assert {row["field"] for row in table.rows} == {f"{each}.scale_rule" for each in operands}
+    assert {row["field"] for row in table.rows} == {f"{each}.scale.rule" for each in operands}
     assert {(row["first"], row["second"]) for row in table.rows} == {("round_up", "floor")}
     rows = {row["field"]: row for row in recipe_diff.field_table(get_recipe("bf16"), get_recipe("mxfp4_rht_sr")).rows}
     assert rows.keys() == {f"{each}" for each in operands if "fprop" not in each} | {"dgrad.hadamard", "wgrad.hadamard"}

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_lowprec.recipe.parsing import in_current_form
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.groups import Group, non_embedding_parameters
 from megatron_lowprec.report.published.ladder import PublishedRun, gap_ladder
@@ -121,15 +122,15 @@ def published_lines(runs: Sequence[PublishedRun], roundings: set[bool]) -> list[
 
 
 def _recipe(group: Group, label: str) -> Mapping[str, Any]:
-    return group.of(label, Status.FINISHED)[0].recipe
+    return in_current_form(group.of(label, Status.FINISHED)[0].recipe)
 
 
 def _resembles(recipe: Mapping[str, Any], rounding: str) -> bool:
     operands = _operands(recipe, "dgrad", "wgrad")
-    mxfp4 = {"format": "e2m1", "scale_format": "e8m0", "rounding": rounding}
+    mxfp4 = {"format": "e2m1", "rounding": rounding}
     return (
         len(operands) == 4
-        and all(operand.items() >= mxfp4.items() for operand in operands)
+        and all(operand.items() >= mxfp4.items() and operand["scale"]["format"] == "e8m0" for operand in operands)
         and all(recipe[gemm]["hadamard"] for gemm in ("dgrad", "wgrad"))
         and not _operands(recipe, "fprop")
     )

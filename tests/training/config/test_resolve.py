@@ -214,7 +214,7 @@ def test_as_many_query_groups_as_heads_are_plain_attention() -> None:
 
 def test_wandb_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"megatron_lowprec\[wandb\]"):
+    with pytest.raises(UserError, match=r"megatron-lowprec\[wandb\]"):
         check_packages(resolved(wandb_project="p"))
 
 

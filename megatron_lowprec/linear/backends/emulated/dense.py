@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -89,51 +88,25 @@ class EmulatedGemms(GemmBackend):
         if spec.scaling == "delayed" and update_amax and self._amax.records:
             history, slot = self._amax.histories[tensor]
             history.update_amax(slot, block_amax(matrix, (matrix.shape[0], matrix.shape[1])))
-        if spec.source == "fprop":
-            made = self._quantize(name, tensor, self._of_fprop(tensor, matrix, rng_step), rng_step, rowwise)
-            part = "rowwise_data" if rowwise else "columnwise_data"
-            return replace(made, dtype=matrix.dtype, **{part: getattr(made, part).to(matrix.dtype)}), None
-        return self._quantize(name, tensor, matrix, rng_step, rowwise, columnwise, codes=codes), None
-
-    def _of_fprop(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
-        """fp32 values of fprop's operand. Beside a tensor scale they are dequantized from codes: one rounding less."""
-        spec = self.specs["fprop", tensor]
-        assert spec is not None
-        codes = spec.tensor_scale is not None
-        return self._quantize("fprop", tensor, matrix, rng_step, True, codes=codes).dequantize()
-
-    def _quantize(
-        self,
-        name: str,
-        tensor: str,
-        matrix: torch.Tensor,
-        rng_step: RngStep,
-        rowwise: bool,
-        columnwise: bool = False,
-        *,
-        codes: bool = False,
-    ) -> QuantizedTensor:
-        """A matrix as it is, quantized for a GEMM."""
-        spec, transform = self.specs[name, tensor], self.transform(name, rng_step)
-        assert spec is not None
-        operand = matrix if rowwise else matrix.t()
+        source = matrix if spec.source == "original" else self._of_fprop(tensor, matrix, rng_step)
+        operand, transform = source if rowwise else source.t(), self.transform(name, rng_step)
         if fuses_mx(operand, spec.block, spec.scale_format, transform.block if transform else 1):
             other = by_column = None
             if rowwise and columnwise:
                 second = SIDES[tensor][1]
                 by_column = self.transform(second, rng_step)
                 other = self._direction(second, tensor, by_column, matrix.device)
-            source, arguments = self._mx_arguments(name, tensor, operand, rng_step, other)
-            cast = load("quantize").quantize_mx(source, mx_rule(spec), **arguments, codes=codes)
-            data = cast.rowwise_data if source is operand else cast.columnwise_data
+            read, arguments = self._mx_arguments(name, tensor, operand, rng_step, other)
+            cast = load("quantize").quantize_mx(read, mx_rule(spec), **arguments, codes=codes)
+            data = cast.rowwise_data if read is operand else cast.columnwise_data
             if codes:
-                scale = cast.rowwise_scale if source is operand else cast.columnwise_scale
-                return _quantized(matrix, spec, rowwise, stored_codes(data, spec, matrix.dtype), scale=scale)
-            quantized = _quantized(matrix, spec, rowwise, data, transform)
+                scale = cast.rowwise_scale if read is operand else cast.columnwise_scale
+                return _quantized(matrix, spec, rowwise, stored_codes(data, spec, matrix.dtype), scale=scale), None
+            quantized = _quantized(matrix, spec, rowwise, data.to(matrix.dtype), transform)
             if other is not None:
                 quantized.columnwise_data = cast.columnwise_data
                 quantized.columnwise_transform = None if by_column is None else by_column.spec
-            return quantized
+            return quantized, None
         folds = spec.folds_scale and name not in self.products and not codes
         data, scale, of_tensor = quantize_by_reference(
             operand,
@@ -143,7 +116,14 @@ class EmulatedGemms(GemmBackend):
             **self._arguments(name, tensor, spec, rng_step),
         )
         data = data.to(DTYPES.get(spec.format, matrix.dtype) if codes else matrix.dtype)
-        return _quantized(matrix, spec, rowwise, data, transform, None if folds else scale, of_tensor)
+        return _quantized(matrix, spec, rowwise, data, transform, None if folds else scale, of_tensor), None
+
+    def _of_fprop(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
+        """fp32 values of fprop's operand. Beside a tensor scale they are dequantized from codes: one rounding less."""
+        spec = self.specs["fprop", tensor]
+        assert spec is not None
+        request = CastRequest(True, False, update_amax=False, codes=spec.tensor_scale is not None)
+        return self.quantize(tensor, matrix, rng_step, request)[0].dequantize()
 
     def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As ``GemmBackend``: values of the format's grid, power-of-two scales multiplied in."""

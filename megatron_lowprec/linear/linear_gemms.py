@@ -16,7 +16,7 @@ from megatron_lowprec.linear.backends.protocol import (
     KnownAmax,
     LayerContext,
 )
-from megatron_lowprec.linear.backends.resolved import LayerBackends
+from megatron_lowprec.linear.backends.resolved import LayerBackends, Resolved
 from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward, in_memory, transposes
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax, LinearId
 from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
@@ -167,7 +167,7 @@ class LinearGemms:
         if save_input and w is None and backend.fuses_producer and not self.weight_cache.holds("fprop"):
             weight_amax = backend.weight_amax(w_OI)
         if w is None:
-            both = update_amax and backends.one_cast["weight"] is not None and self._caches_both(w_OI, rng_step)
+            both = update_amax and self._caches_both(backends, w_OI, rng_step)
             request = (BOTH if both else ROWWISE)[update_amax]
             known = None if weight_amax is None else KnownAmax(weight_amax, reduced=True)
             w, _ = backend.quantize("weight", w_OI, rng_step, request, known)
@@ -270,7 +270,7 @@ class LinearGemms:
             quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, ROWWISE[dy.update_amax])
         w = self._stored_weight("dgrad", w_OI, backend, dy.update_amax)
         if w is None:
-            both = dy.update_amax and backends.one_cast["weight"] is not None and self._caches_both(w_OI, rng_step)
+            both = dy.update_amax and self._caches_both(backends, w_OI, rng_step)
             request = (BOTH if both else COLUMNWISE)[dy.update_amax]
             known = None if weight_amax is None else KnownAmax(weight_amax, reduced=True)
             w, _ = backend.quantize("weight", w_OI, rng_step, request, known)
@@ -344,8 +344,9 @@ class LinearGemms:
             self.weight_cache.put(gemm, backend.name, weight)
         return weight
 
-    def _caches_both(self, w_OI: torch.Tensor, rng_step: RngStep) -> bool:
-        """Whether the backend's one cast quantizes the weight for fprop and dgrad, both cached."""
-        backend = self.backends.resolved.one_cast["weight"]
-        assert backend is not None
-        return all(map(self.weight_cache.holds, SIDES["weight"])) and backend.fuses_directions("weight", w_OI, rng_step)
+    def _caches_both(self, backends: Resolved, w_OI: torch.Tensor, rng_step: RngStep) -> bool:
+        """Whether one cast quantizes the weight for fprop and dgrad, both cached."""
+        cast = backends.one_cast["weight"]
+        if cast is None or not all(map(self.weight_cache.holds, SIDES["weight"])):
+            return False
+        return cast.fuses_directions("weight", w_OI, rng_step)

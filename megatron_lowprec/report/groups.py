@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.parsing import in_current_form, load_recipe, recipe_to_dict
+from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.training.config.arguments import KINDS, checked_options
@@ -320,4 +320,4 @@ def _numerics(asked: str) -> dict[str, Any] | None:
 
 
 def _without_name(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in in_current_form(recipe).items() if key not in ("name", "summary", "source")}
+    return {key: value for key, value in recipe.items() if key not in ("name", "summary", "source")}

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_lowprec.errors import UserError, printable
 from megatron_lowprec.files import read_json
+from megatron_lowprec.recipe.parsing import in_current_form
 from megatron_lowprec.report.archives.sources import Source, find_sources
 from megatron_lowprec.report.curve import LAST, TRAIN, VALIDATION, Curve, Series, curve_of, read_columns, smooth
 from megatron_lowprec.sweep.job_record import RECORD
@@ -45,7 +46,7 @@ class Run:
     cell: str  # the job's id in the sweep, or the folder's name
     label: str  # the sweep's label, else the recipe's name; after the earlier recipes' names, joined by "then"; short
     full_label: str = ""  # with all overrides of the recipe
-    recipe: Mapping[str, Any] = field(default_factory=dict)  # resolved; empty without config.yaml
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # resolved, in present fields; empty without config.yaml
     options: Mapping[str, Any] = field(default_factory=dict)  # resolved, present names; empty without config.yaml
     schedule: Mapping[str, Any] = field(default_factory=dict)  # the one followed; empty if not recorded
     earlier_recipes: tuple[str, ...] = ()  # names, of a run that resumed under another recipe
@@ -176,7 +177,7 @@ def read_run(cell: Run, diverged_rise: float, say: Callable[[str], None]) -> Run
     cell = replace(cell, why=_exit(folder, tell))
     config = _config(folder, tell)
     options = {RENAMED.get(name, name): value for name, value in config.get("options", {}).items()}
-    recipe, earlier = config.get("recipe", {}), tuple(map(str, config.get("earlier_recipes", [])))
+    recipe, earlier = in_current_form(config.get("recipe", {})), tuple(map(str, config.get("earlier_recipes", [])))
     cell = replace(
         _labelled(cell, [*earlier, cell.label or recipe.get("name") or printable(folder.name)]),
         recipe=recipe,

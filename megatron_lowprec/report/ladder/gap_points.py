@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lowprec.recipe.parsing import in_current_form
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.groups import Group, non_embedding_parameters
 from megatron_lowprec.report.published.ladder import PublishedRun, gap_ladder
@@ -122,7 +121,7 @@ def published_lines(runs: Sequence[PublishedRun], roundings: set[bool]) -> list[
 
 
 def _recipe(group: Group, label: str) -> Mapping[str, Any]:
-    return in_current_form(group.of(label, Status.FINISHED)[0].recipe)
+    return group.of(label, Status.FINISHED)[0].recipe
 
 
 def _resembles(recipe: Mapping[str, Any], rounding: str) -> bool:

@@ -38,7 +38,7 @@ from megatron_lowprec.quantization.amax_history import AmaxHistory, add_tensors,
 from megatron_lowprec.quantization.device_rng_step import enter_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
 from megatron_lowprec.recipe.coverage import check_activations, check_fp8_gather, check_rules, check_site
-from megatron_lowprec.recipe.explain import check_phases, describe_phases
+from megatron_lowprec.recipe.explain import describe_phases
 from megatron_lowprec.recipe.layer_match import Layer, numbering_notes
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 from megatron_lowprec.recipe.recipe import Recipe
@@ -95,7 +95,6 @@ class RecipeRuntime:
         self._emulate, self._emulate_accumulator, self._fp8_gather = emulate, emulate_accumulator, fp8_gather
         self._accumulate_wgrad, self._reduce_amax = accumulate_wgrad, reduce_amax
         self._share_rng_across_dp = share_rng_across_dp
-        check_phases(recipe, total_steps)
         if emulate_accumulator:
             check_accumulator(recipe, "cpu" if emulate else arch_of(device))
         if fp8_gather:

@@ -29,7 +29,7 @@ from megatron_lowprec.mcore.placement import device_of_models
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_layer
 from megatron_lowprec.quantization.random_stream import in_backward_pass
 from megatron_lowprec.recipe.coverage import check_primary_weights
-from megatron_lowprec.recipe.explain import check_phases, describe_training_state
+from megatron_lowprec.recipe.explain import describe_training_state
 from megatron_lowprec.recipe.recipe import Recipe
 
 DEFAULT_SEED = 1234
@@ -74,7 +74,6 @@ class StepTracker:
         if total_steps is None:
             total_steps = getattr(megatron_lm_args(), "train_iters", None)
         total_steps = recipe.start(total_steps).total
-        check_phases(recipe, total_steps)
         self.recipe, self._seed, self._options = recipe, seed, {**options, "total_steps": total_steps}
         self._runtime: RecipeRuntime | None = None
         self._models: WeakSet[nn.Module] = WeakSet()

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.backends.table import Choice, choose, choose_without_gpu
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.coverage import LinearSite, TensorRanks, ranks_of
@@ -107,11 +106,6 @@ def _ranges(numbers: Sequence[int]) -> str:
     return f"layer{'s' if len(numbers) > 1 else ''} {named}"
 
 
-def _begins(phase: Phase, train_iters: int | None) -> int | None:
-    """Completed steps at the beginning of a phase; None if it is at a fraction of an unknown number."""
-    return None if phase.from_step is None and train_iters is None else phase.begins(train_iters)
-
-
 def phase_starts(recipe: Recipe, train_iters: int | None = None) -> list[tuple[int, str]]:
     """(number in the recipe, from 1; beginning as text, ``iteration 821, 82% of the run``) of each phase.
 
@@ -124,22 +118,9 @@ def phase_starts(recipe: Recipe, train_iters: int | None = None) -> list[tuple[i
         never = train_iters is not None and begins is not None and begins >= train_iters
         return ", ".join(step + of_run + (["not in this run"] if never else []))
 
-    found = [(_begins(phase, train_iters), number, phase) for number, phase in enumerate(recipe.phases, 1)]
+    found = [(phase.begins_if_known(train_iters), number, phase) for number, phase in enumerate(recipe.phases, 1)]
     found.sort(key=lambda each: math.inf if each[0] is None else each[0])
     return [(number, start(phase, begins)) for begins, number, phase in found]
-
-
-def check_phases(recipe: Recipe, train_iters: int | None) -> None:
-    """Reject two phases that begin at one step, of which one would never run; UserError names both."""
-    numbers: dict[int, int] = {}
-    for number, phase in enumerate(recipe.phases, 1):
-        begins = _begins(phase, train_iters)
-        if begins is not None and (other := numbers.setdefault(begins, number)) != number:
-            length = "" if train_iters is None else f" of {train_iters:,}"
-            raise UserError(
-                f"phases {other} and {number} of recipe {recipe.name} both begin at iteration {begins + 1:,}{length}, "
-                f"so phase {other} would never run: leave it out, or let one begin elsewhere"
-            )
 
 
 def phase_in_force(recipe: Recipe, progress: Progress) -> int:
@@ -188,7 +169,7 @@ def explain(
         train_iters: steps of the run, if known.
 
     Raises:
-        UserError: as ``check_phases``.
+        UserError: as ``Recipe.check_phases``.
     """
     lines = [f"recipe {recipe.name}: {recipe.summary}", f"source {recipe.source}" if recipe.source else "", ""]
 
@@ -200,7 +181,7 @@ def explain(
 
     used = recipe.in_bf16(rerun_in_bf16)
     by_name = sorted(sites, key=lambda site: [s.name for s in sites].index(site.name))
-    check_phases(recipe, train_iters)
+    recipe.check_phases(train_iters)
     titles = [(0, ""), *((number, f"from {when}:") for number, when in phase_starts(recipe, train_iters))]
     for title, now in ((title, used.stages[number]) for number, title in titles):
         # lines of the GEMMs -> name and sizes of a layer -> its numbers

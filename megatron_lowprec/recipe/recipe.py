@@ -86,6 +86,10 @@ class Phase(GemmChange):
             )
         return rounded_up(self.from_fraction, total)
 
+    def begins_if_known(self, total: int | None) -> int | None:
+        """``begins``; None at a fraction of an unknown number of steps."""
+        return None if self.from_step is None and total is None else self.begins(total)
+
 
 BF16 = LinearRecipe("bf16", "the model's compute dtype")
 """What a layer runs that is not quantized."""
@@ -280,10 +284,27 @@ class Recipe(LinearRecipe):
         return self.stages[1 + in_force]
 
     def start(self, total: int | None) -> Progress:
-        """The start of a run; UserError if a phase begins at a fraction of an unknown number of steps."""
+        """The start of a run.
+
+        Raises:
+            UserError: a phase begins at a fraction of an unknown number of steps; as ``check_phases``.
+        """
         for phase in self.phases:
             phase.begins(total)
+        self.check_phases(total)
         return Progress(0, total)
+
+    def check_phases(self, total: int | None) -> None:
+        """Reject two phases that begin at one step, of which one would never run; UserError names both."""
+        numbers: dict[int, int] = {}
+        for number, phase in enumerate(self.phases, 1):
+            begins = phase.begins_if_known(total)
+            if begins is not None and (other := numbers.setdefault(begins, number)) != number:
+                length = "" if total is None else f" of {total:,}"
+                raise UserError(
+                    f"phases {other} and {number} of recipe {self.name} both begin at iteration {begins + 1:,}{length}"
+                    f", so phase {other} would never run: leave it out, or let one begin elsewhere"
+                )
 
     @cached_property
     def stages(self) -> tuple[Recipe, ...]:

@@ -20,7 +20,7 @@ from megatron_lowprec.recipe.explain import phase_in_force
 from megatron_lowprec.recipe.layer_match import Progress
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.recipe import Recipe
-from megatron_lowprec.training.checkpoint.changes import recipe_note
+from megatron_lowprec.training.checkpoint.changes import other_recipe
 from megatron_lowprec.training.checkpoint.save_lock import SaveLock
 from megatron_lowprec.training.config import te_checks
 from megatron_lowprec.training.config.arguments import parse
@@ -225,8 +225,9 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
         begun = f"continuing from {plan.found.folder} at iteration {progress.iteration}"
         notes += [f"weights of {plan.found.folder}" if config.finetune else begun, *loaded.notes]
     # that of the last completed step, whose evaluation may be due; the loop enters the next step's
-    trainer.enter_phase(max(progress.iteration - 1, 0))
-    if progress.iteration > 0 and plan.found is not None and recipe_note(plan.found, plan.recipe):
+    last = Progress(max(progress.iteration - 1, 0), config.train_iters)
+    trainer.enter_phase(last.step)
+    if progress.iteration > 0 and plan.found is not None and other_recipe(plan.found, plan.recipe) is not None:
         uncalibrated |= on_any_rank(trainer.fit_histories(), device)  # of layers that the recipe before left in bf16
     if ranks.rank == 0:
         notes += keep_older_run(paths, config)
@@ -244,7 +245,6 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
     }
     record = RunRecord(paths.record, ranks.rank == 0, facts, continues=plan.continues)
     if plan.recipe.phases:
-        last = Progress(max(progress.iteration - 1, 0), config.train_iters)
         record.enter_phase(phase_in_force(plan.recipe, last), trainer.runtime.gemms())
     # Without an evaluation nothing replaces the last one's rows.
     evaluated = progress.evaluated if config.eval_iters else progress.iteration

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_lowprec.recipe.explain import check_phases
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training import schedule as schedules
 from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
@@ -111,5 +110,5 @@ def plan_run(
     content |= {"versions": dict(versions()), **{name: value for name, value in past.items() if value}}
     continues = found is not None and not start
     used = with_steps(recipe, config)
-    check_phases(used, config.train_iters)
+    used.start(config.train_iters)
     return RunPlan(config, paths, used, schedule, tokenizer, found, continues, content, samples, notes, later_notes)

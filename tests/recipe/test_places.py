@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lowprec import GemmSpec, HadamardSpec, KeepBf16, UserError, get_recipe, load_recipe
 from megatron_lowprec.recipe.coverage import LinearSite, check_sizes
-from megatron_lowprec.recipe.explain import check_phases, describe_phases, explain, phase_starts
+from megatron_lowprec.recipe.explain import describe_phases, explain, phase_starts
 from megatron_lowprec.recipe.layer_match import Layer, LayerMatch, Progress
 from megatron_lowprec.recipe.parsing import recipe_from_dict, recipe_to_dict
 from megatron_lowprec.recipe.recipe import BF16, Phase, Recipe, Rule
@@ -280,13 +280,13 @@ def test_phases_are_shown_in_the_order_in_which_they_begin() -> None:
 
 def test_two_phases_at_one_step_are_refused_once_the_length_is_known() -> None:
     recipe = ruled(phases=(Phase(from_fraction=0.5), Phase(from_step=50)))
-    check_phases(recipe, None)
-    check_phases(recipe, 98)
+    recipe.check_phases(None)
+    recipe.check_phases(98)
     message = "phases 1 and 2 of recipe mxfp4_rht_sr both begin at iteration 51 of 100, so phase 1 would never run"
     with pytest.raises(UserError, match=message):
         explain(recipe, SITES, 3, "cpu", train_iters=100)
     with pytest.raises(UserError, match=r"phases 2 and 3 .* both begin at iteration 51, so phase 2 would"):
-        check_phases(replace(recipe, phases=(*recipe.phases, Phase(from_step=50))), None)
+        replace(recipe, phases=(*recipe.phases, Phase(from_step=50))).check_phases(None)
 
 
 def test_an_explanation_has_a_part_for_each_phase() -> None:

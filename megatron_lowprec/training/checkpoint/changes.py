@@ -82,13 +82,13 @@ def _options_of(saved: Saved, config: Config) -> dict[str, Any]:
 
 def earlier_recipes(saved: Saved, recipe: Recipe) -> list[str]:
     """Names of the recipes that a continued run was under before this one, in order; empty if there is no other."""
-    before = _other_recipe(saved, recipe)
+    before = other_recipe(saved, recipe)
     return [*saved.content.get("earlier_recipes", []), *([] if before is None else [before.name])]
 
 
 def recipe_note(saved: Saved, recipe: Recipe) -> list[str]:
     """A note if a run resumes under another recipe than it was saved with."""
-    before = _other_recipe(saved, recipe)
+    before = other_recipe(saved, recipe)
     if before is None:
         return []
     others = " with other fields" if before.name == recipe.name else ""
@@ -114,7 +114,7 @@ def implementation_note(saved: Saved, config: Config) -> list[str]:
     return [f"layers: {config.transformer_impl}, where the checkpoint was written with {before}"]
 
 
-def _other_recipe(saved: Saved, recipe: Recipe) -> Recipe | None:
+def other_recipe(saved: Saved, recipe: Recipe) -> Recipe | None:
     """The checkpoint's recipe if its numerics differ; None otherwise, and without one."""
     before = saved.recipe
     return None if before is None or same_numerics(before, recipe) else before

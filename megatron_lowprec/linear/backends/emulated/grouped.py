@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -38,8 +39,14 @@ class GroupedEmulatedGemms(GroupedBackend):
 
     def __init__(self, experts: Sequence[LinearGemms], name: str) -> None:
         super().__init__(experts, name)
-        self._backends = [cast(EmulatedGemms, gemms.backends.built(name)) for gemms in experts]
-        self._first = self._backends[0]
+        self._first = self._backend_of(experts[0])
+
+    def _backend_of(self, expert: LinearGemms) -> EmulatedGemms:
+        return cast(EmulatedGemms, expert.backends.built(self.name))
+
+    @cached_property
+    def _backends(self) -> list[EmulatedGemms]:  # a group is built in each forward pass, and may quantize nothing
+        return [self._backend_of(expert) for expert in self._experts]
 
     def why_not(self, gemm: str, weight: torch.Tensor) -> str | None:
         """As ``GroupedBackend``."""

@@ -44,7 +44,7 @@ _TE_RECIPES = {
     "fp8_blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
 }
 _GRAPHS = {"": "", "-graphs": "--cuda-graph-impl transformer_engine", "-local-graphs": "--cuda-graph-impl local"}
-_SPEC_GRAPHS = ("bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp4_rht_sr")
+_CAPTURED = ("bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp4_rht_sr")
 
 ROWS: dict[str, str] = {
     "stock-bf16": _STOCK,
@@ -52,7 +52,7 @@ ROWS: dict[str, str] = {
     **{f"spec-{name}": f"{_LOCAL} --spec megatron_lowprec.specs {name}" for name in ("bf16", "fp8_delayed")},
     **{
         f"spec-{name}-graphs": f"{_LOCAL} --spec megatron_lowprec.specs {name} --cuda-graph-impl local"
-        for name in _SPEC_GRAPHS
+        for name in _CAPTURED
     },
     **{
         f"te-{name}{parameters}{graphs}": " ".join(
@@ -63,7 +63,7 @@ ROWS: dict[str, str] = {
         for graphs, flags in _GRAPHS.items()
         if not (parameters and name == "bf16")
     },
-    **{f"driver-{name}": f"--recipe {name}" for name in ("bf16", "fp8_delayed")},
+    **{f"driver-{name}": f"--recipe {name}" for name in _CAPTURED},
 }
 """Row -> flags of Megatron-LM, or of the driver; of all rows ``common_flags`` has the rest."""
 

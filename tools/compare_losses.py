@@ -28,8 +28,10 @@ LAYOUTS = {
     "tp2": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "dp2": (2, []),
     "zero": (1, ["--use-distributed-optimizer"]),
+    "moe": (1, ["--config", "configs/models/moe_tiny.yaml"]),
+    "deepseek": (1, ["--config", "configs/models/deepseek_tiny.yaml"]),
 }
-"""Name -> processes and flags."""
+"""Name -> processes and flags; the last two are other models than gpt_tiny."""
 
 Losses = dict[str, list[float]]
 """``lm loss`` and ``grad-norm`` of each iteration."""

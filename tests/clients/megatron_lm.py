@@ -94,7 +94,7 @@ class MegatronLM:
     """Runs pretrain_gpt.py of a checkout, one run at a time."""
 
     def __init__(self, checkout: Path, logs: Path) -> None:
-        paths = [str(checkout), str(ROOT)]
+        paths = [str(checkout), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         # Megatron-core sets NVTE_*_ATTN when a test of this process builds a model, and refuses a second choice
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
         environment = {

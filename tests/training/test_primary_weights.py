@@ -415,7 +415,7 @@ def test_native_runs_are_near_emulated_ones(tmp_path: Path, recipe: str) -> None
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
     said = dict(zip(runs, done.stdout.split("--- ")[1:], strict=True))
     assert "fprop, dgrad, wgrad: hopper_fp8" in said["native"]
-    assert "fprop, dgrad, wgrad emulated" in said["emulated"]
+    assert "fprop, dgrad, wgrad: emulated" in said["emulated"]
     found = {name: lm_losses(tmp_path / name) for name in runs}
     assert found["native"] != found["emulated"]
     for name in ("emulated", "overlapped", "ordinary"):

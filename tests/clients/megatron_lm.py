@@ -103,6 +103,7 @@ class MegatronLM:
             "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "TORCHDYNAMO_DISABLE": "1",  # compiled functions round otherwise
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() then leaves CUDA to the forked ranks
             # for --deterministic-mode
             "NCCL_ALGO": "Ring",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",

@@ -3,7 +3,8 @@
     python megatron_lm_server.py FOLDER
 
 Reads one JSON object a line: ``arguments``, ``ranks``, ``port``, ``log``. Each rank's output goes to LOG.RANK, and
-answers with a line of the ranks' exit codes. Forking saves the imports, which take longer than a small run.
+answers with a line of the ranks' exit codes. Without CUDA, forking saves the imports, which take longer than a small
+run.
 """
 
 import argparse
@@ -26,8 +27,18 @@ from tools.bench.megatron_lm_worker import skip_compilers
 
 
 def main() -> None:
-    """Import Megatron-LM once, then serve."""
+    """Serve; without CUDA, import Megatron-LM once. With CUDA each rank imports it: a fork cannot use CUDA again."""
     folder = sys.argv[1]
+    training = None if torch.cuda.is_available() else _import_megatron_lm(folder)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        children = [_fork(folder, asked, rank, training) for rank in range(asked["ranks"])]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps(codes), flush=True)
+
+
+def _import_megatron_lm(folder: str) -> Any:
+    """``megatron.training.training``, made ready for runs; pretrain_gpt.py starts only as __main__."""
     if not torch.cuda.is_available():
         from megatron_lowprec.mcore import cpu_compat
 
@@ -40,12 +51,8 @@ def main() -> None:
     _print_exact_losses(training)
     _fuse_adamw(training)
     _read_options_once()
-    runpy.run_path(f"{folder}/pretrain_gpt.py")  # what it imports; it starts only as __main__
-    for line in sys.stdin:
-        asked = json.loads(line)
-        children = [_fork(folder, asked, rank, training) for rank in range(asked["ranks"])]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        print(json.dumps(codes), flush=True)
+    runpy.run_path(f"{folder}/pretrain_gpt.py")
+    return training
 
 
 def _read_options_once() -> None:
@@ -63,7 +70,7 @@ def _read_options_once() -> None:
     arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
-def _fork(folder: str, asked: dict[str, Any], rank: int, training: Any) -> int:
+def _fork(folder: str, asked: dict[str, Any], rank: int, training: Any | None) -> int:
     child = os.fork()
     if child:
         return child
@@ -79,6 +86,7 @@ def _fork(folder: str, asked: dict[str, Any], rank: int, training: Any) -> int:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(asked["port"]),
         }
+        training = training or _import_megatron_lm(folder)
         if not torch.cuda.is_available():
             _run_without_cuda(training)
             if "--cuda-graph-impl" in asked["arguments"]:

@@ -67,6 +67,17 @@ def test_gaps_of_mxfp8_operands_at_25m(archive: str, section: str, seeds: Sequen
         assert f"| {label} | {finished} | {gap:+.4f} |".replace("-0", "\N{MINUS SIGN}0") in page
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("label", ["qkv", "proj", "fc1", "fc2"])
+def test_gaps_of_one_kind_of_layer_at_3m(label: str) -> None:
+    ends = {
+        run.rpartition("/")[2]: [row["lm loss validation"] for row in rows if "lm loss validation" in row][-1]
+        for run, rows in metrics("mxfp8-operands/3m-layers.tar.xz").items()
+    }
+    gap = mean(ends[f"gpt_3m-mxfp8_{label}_input-s{seed}"] - ends[f"gpt_3m-bf16-s{seed}"] for seed in (1234, 1235))
+    assert cells("mxfp8-operands.md", f"mxfp8_{label}_input")[2] == f"{gap:+.4f}"
+
+
 @pytest.mark.parametrize(
     ("file", "section", "seeds"),
     [

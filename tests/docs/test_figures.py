@@ -47,8 +47,8 @@ def experts(text: str, recipe: str, column: str) -> Figure:
     return Figure(text, "experts.md", "Experts on H200", column, ((recipe, "32768 tokens"),))
 
 
-def megatron(text: str, row: str, column: str) -> Figure:
-    return Figure(text, "megatron-lm.md", "Without CUDA graphs, on one H200", column, ((row,),))
+def megatron(text: str, model: str, row: str, column: str = "0.19.0") -> Figure:
+    return Figure(text, "megatron-lm.md", "Layers as CUDA graphs, on one H200", column, ((model, row),))
 
 
 def lone(text: str, page: str, row: str, column: str) -> Figure:
@@ -121,10 +121,15 @@ FIGURES = {
         ),
     ],
     COMPARISON: [
-        megatron("TransformerEngine 2.20.2 in Megatron-LM | {} |", "fp8_delayed", "TransformerEngine, CUDA graphs"),
-        megatron("| 212.0 | {} |", "fp8_delayed", "driver"),
-        megatron("| the same | {} | 30.6 |", "peak, fp8_delayed", "TransformerEngine, CUDA graphs"),
-        megatron("| 34.9 | {} |", "peak, fp8_delayed", "driver"),
+        megatron("TransformerEngine 2.20.2 in Megatron-LM | {} | 151.2", "345M", "TransformerEngine, fp8_delayed"),
+        megatron("in Megatron-LM | 216.2 | {} |", "345M", "driver, fp8_delayed"),
+        megatron(
+            "| the same, under `--spec` in Megatron-LM | ms | the same | 216.2 | {} |", "345M", "`--spec`, fp8_delayed"
+        ),
+        megatron("| the same | {} | 30.7 |", "345M", "TransformerEngine, fp8_delayed", "reserved"),
+        megatron("| 48.4 | {} |", "345M", "driver, fp8_delayed", "reserved"),
+        megatron("| the same | {} | 202.6", "1.3B", "TransformerEngine, fp8_delayed"),
+        megatron("| 255.8 | {} |", "1.3B", "driver, fp8_delayed"),
         *(
             Figure(text, "native-fp8.md", "TransformerEngine in the same run", "delayed", ((row,),))
             for text, row in (

@@ -124,7 +124,7 @@ FIGURES = {
         megatron("TransformerEngine 2.20.2 in Megatron-LM | {} | 151.2", "345M", "TransformerEngine, fp8_delayed"),
         megatron("in Megatron-LM | 216.2 | {} |", "345M", "driver, fp8_delayed"),
         megatron(
-            "| the same, under `--spec` in Megatron-LM | ms | the same | 216.2 | {} |", "345M", "`--spec`, fp8_delayed"
+            "| the same, under `--spec` in Megatron-LM | ms | the same | 216.2 | {} |", "345M", "--spec, fp8_delayed"
         ),
         megatron("| the same | {} | 30.7 |", "345M", "TransformerEngine, fp8_delayed", "reserved"),
         megatron("| 48.4 | {} |", "345M", "driver, fp8_delayed", "reserved"),

@@ -26,6 +26,8 @@ def why_not_dispatched(recipe: LinearRecipe, tensor: str = "input") -> str | Non
         return f"{tensor} has a delayed scale per expert, whose history only the ranks of that expert have"
     if spec.has_tensor_amax:
         return f"the current scale of {tensor} needs the amax of all tokens of an expert before the cast"
+    if spec.tensor_scale is not None:
+        return f"{tensor} has scales of outer blocks, and only those of blocks travel with a token"
     if spec.block is not None and spec.block[0] != 1:
         return f"{tensor} has blocks of {spec.granularity}, which span tokens"
     if spec.random:

@@ -24,6 +24,7 @@ from megatron_lowprec.recipe.coverage import (
 from megatron_lowprec.recipe.explain import explain
 from megatron_lowprec.recipe.layer_match import Layer, numbering_notes
 from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.recipe.quant_spec import TensorScaleSpec
 from megatron_lowprec.recipe.registry import FP8_128X128, FP8_128X128_POW2, FP8_CURRENT, FP8_DELAYED
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
@@ -224,6 +225,13 @@ def test_shards_that_the_random_stream_cannot_place_are_refused() -> None:
     recipe = Recipe("r", "", dgrad=GemmSpec(weight=row))
     message = refusal("", LinearSite(1, "mlp.linear_fc1", 24, 24, "column"), 2, recipe)
     assert "12 output features on each of 2 tensor-parallel ranks" in message
+
+
+def test_outer_blocks_lie_within_a_rank() -> None:
+    spec = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0, "1x128"))
+    recipe, site = Recipe("r", "", fprop=GemmSpec(input=spec)), LinearSite(1, "mlp.linear_fc1", 192, 64, "row")
+    check_sizes(recipe, [site], 2, 1)
+    assert "input block 1x128, but 96 input features on each of 2 " in refusal("", site, 2, recipe)
 
 
 # ---- --explain-recipe

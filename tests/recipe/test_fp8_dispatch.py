@@ -6,6 +6,7 @@ import pytest
 
 from megatron_lowprec import UserError, get_recipe
 from megatron_lowprec.recipe.fp8_dispatch import check_fp8_dispatch, dispatched_bytes, why_not_dispatched
+from megatron_lowprec.recipe.quant_spec import ScaleSpec, TensorScaleSpec
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.registry import FP8_1X128, FP8_ROW, MXFP4, MXFP8, recipes
 from megatron_lowprec.recipe.schema import HadamardSpec
@@ -59,6 +60,10 @@ def test_other_reasons() -> None:
     for recipe, reason in (
         (with_input(granularity="128x128"), "input has blocks of 128x128, which span tokens"),
         (with_input(rounding="stochastic"), "input is rounded stochastically"),
+        (
+            with_input(scale=ScaleSpec("1x16", "e4m3", "product"), tensor_scale=TensorScaleSpec(2688.0, "1x128")),
+            "input has scales of outer blocks, and only those of blocks travel with a token",
+        ),
         (with_input(format="e5m6"), "input has codes of 12 bits in e5m6, and a code travels as one byte"),
     ):
         with pytest.raises(UserError, match=reason):

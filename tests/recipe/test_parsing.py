@@ -4,12 +4,14 @@ import importlib
 import json
 import pickle
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megatron_lowprec import GemmSpec, HadamardSpec, QuantSpec, UserError, get_recipe, recipes
+from megatron_lowprec.recipe.explain import describe_operand
 from megatron_lowprec.recipe.parsing import (
     in_current_form,
     load_recipe,
@@ -17,7 +19,7 @@ from megatron_lowprec.recipe.parsing import (
     recipe_to_dict,
     same_numerics,
 )
-from megatron_lowprec.recipe.quant_spec import TensorScaleSpec
+from megatron_lowprec.recipe.quant_spec import ScaleSpec, TensorScaleSpec
 from megatron_lowprec.shipped import SHIPPED
 
 CONFIGS = SHIPPED / "configs" / "recipes"
@@ -35,7 +37,7 @@ def test_dump_and_load(name: str) -> None:
 
 def test_dump_is_complete_and_not_shared() -> None:
     data = recipe_to_dict(get_recipe("mxfp4_rht_sr"))
-    assert data["dgrad"]["hadamard"] == {"block": 64, "signs": "random"}
+    assert data["dgrad"]["hadamard"] == {"block": 64, "signs": "random", "output": "fp32"}
     assert data["dgrad"]["weight"]["scale"]["amax_floor"] == 0.0
     assert data["keep_bf16"]["names"] == []
     data["dgrad"]["hadamard"]["block"] = 32
@@ -179,6 +181,26 @@ def test_scales_by_shorthand_and_as_a_row() -> None:
     nvfp4 = "{format: e2m1, granularity: 1x16, scale_format: e4m3, scale_rule: product, tensor_scale: {target: 2688}}"
     spec = load_recipe("bf16", [f"fprop.input={nvfp4}"]).fprop.input
     assert spec == QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
+
+
+def test_fields_of_the_fp4_family(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    scale = "{granularity: 1x16, format: e4m3, rule: divided, block_target: 6, four_over_six: mae, zero_code: one}"
+    operand = f"{{format: e2m1, scale: {scale}, tensor_scale: {{target: 1536, granularity: 1x128}}, correction: eden}}"
+    path.write_text(f"dgrad: {{grad_output: {operand}, hadamard: {{block: 32, output: operand}}}}\n")
+    recipe = load_recipe(str(path))
+    spec = recipe.dgrad.grad_output
+    assert spec is not None
+    assert spec.scale == ScaleSpec("1x16", "e4m3", "divided", block_target=6.0, four_over_six="mae", zero_code="one")
+    assert (spec.tensor_scale, spec.correction) == (TensorScaleSpec(1536.0, "1x128"), "eden")
+    assert recipe.dgrad.hadamard == HadamardSpec(32, output="operand")
+    assert recipe_from_dict(json.loads(json.dumps(recipe_to_dict(recipe)))) == recipe
+    changed = load_recipe(str(path), ["dgrad.grad_output.scale.four_over_six=null", "dgrad.hadamard.output=fp32"])
+    assert changed.dgrad.grad_output == replace(spec, scale=replace(spec.scale, four_over_six=None))
+    with pytest.raises(UserError, match="has no field 'four_over_sx': did you mean four_over_six"):
+        load_recipe(str(path), ["dgrad.grad_output.scale.four_over_sx=mse"])
+    for words in ("amax of a block to 6", "four over six by mae", "fp32 scale of 1x128 to 1536", "1 for 0", "eden"):
+        assert words in describe_operand(spec)
 
 
 def test_a_field_after_the_name_of_a_recipe() -> None:

@@ -16,6 +16,7 @@ from megatron_lowprec.scaling import SCALE_FORMATS, scale_rules
 FP8 = QuantSpec("e4m3", granularity="tensor")
 DELAYED = QuantSpec("e4m3", granularity="tensor", scaling="delayed")
 E4M3_SCALES = {"granularity": "1x16", "scale_format": "e4m3", "scale_rule": "product"}
+CODED: dict[str, Any] = {"granularity": "1x16", "format": "e4m3", "rule": "product"}
 NVFP4 = QuantSpec("e2m1", **E4M3_SCALES, tensor_scale=TensorScaleSpec(2688.0))
 
 
@@ -68,11 +69,40 @@ NVFP4 = QuantSpec("e2m1", **E4M3_SCALES, tensor_scale=TensorScaleSpec(2688.0))
             {"scaling": "delayed", "granularity": "1x32", "scale_format": "e8m0", "scale_rule": "floor"},
             "scaling delayed was asked with granularity 1x32 and e8m0 scales",
         ),
+        ({"scale": ScaleSpec(**CODED), "format": "e4m3", "correction": "edne"}, "must be one of eden, None"),
+        (
+            {"scale": ScaleSpec(**CODED, four_over_six="mse")},
+            "scale.four_over_six was asked for e4m3 elements, which have no 4 beside their 6: use format e2m1",
+        ),
+        (
+            {"scale": ScaleSpec(**CODED), "correction": "eden"},
+            "correction eden was asked with 1x16 e4m3 scales and zero_code zero; it corrects coded scales of one row",
+        ),
+        (
+            {"scale": ScaleSpec(**CODED | {"granularity": "16x16"}, zero_code="one"), "correction": "eden"},
+            "correction eden was asked with 16x16 e4m3 scales",
+        ),
+        (
+            {"format": "e2m1", "scale": ScaleSpec(**CODED, four_over_six="mse"), "headroom": 0.75},
+            "headroom 0.75 was asked with scale.four_over_six; set scale.block_target instead",
+        ),
+        (
+            {"scale": ScaleSpec(**CODED | {"rule": "divided"})},
+            "scale.rule divided was asked without a tensor_scale to divide by: set tensor_scale.target",
+        ),
+        (
+            {"scale": ScaleSpec(**CODED), "tensor_scale": TensorScaleSpec(2688.0, "1x24")},
+            "tensor_scale.granularity is 1x24, which does not hold whole blocks of 1x16: give multiples of both sizes",
+        ),
+        (
+            {"scale": ScaleSpec(**CODED), "tensor_scale": TensorScaleSpec(2688.0, "1x128"), "scaling": "delayed"},
+            "scaling delayed was asked with granularity 1x16 and e4m3 scales",
+        ),
     ],
 )
 def test_operand_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
-        QuantSpec(**{"format": "e4m3", "granularity": "tensor", **fields})
+        QuantSpec(**{"format": "e4m3", **({} if "scale" in fields else {"granularity": "tensor"}), **fields})
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -119,6 +149,57 @@ def test_hadamard_signs() -> None:
 def test_a_tensor_scale_needs_a_positive_target() -> None:
     with pytest.raises(UserError, match=r"target is 0.0, but must be a positive number such as 2688.0"):
         TensorScaleSpec(0.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"four_over_six": "rms"}, "four_over_six is 'rms', but must be one of mse, mae, abs_max, None"),
+        ({"format": "fp32", "rule": "amax", "four_over_six": "mae"}, "four_over_six mae was asked for fp32 scales"),
+        (
+            {"format": "e8m0", "rule": "floor", "zero_code": "one"},
+            "zero_code one was asked for e8m0 scales",
+        ),
+        ({"format": "fp32", "rule": "amax", "block_target": 4.0}, "block_target 4.0 was asked for fp32 scales"),
+        ({"block_target": 0.0}, "block_target is 0.0, but must be a positive number such as 4.0, or null"),
+        ({"block_target": "6/4"}, "block_target is '6/4', but must be a number or None"),
+    ],
+)
+def test_fields_of_coded_scales_are_refused_elsewhere(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        ScaleSpec(**{**CODED, **fields})
+
+
+def test_outer_blocks_are_blocks() -> None:
+    with pytest.raises(UserError, match="granularity is 'row', but must be tensor or ROWSxCOLUMNS such as 1x128"):
+        TensorScaleSpec(2688.0, "row")
+    outer = dataclasses.replace(NVFP4, tensor_scale=TensorScaleSpec(2688.0, "1x128"))
+    assert outer.outer_block == (1, 128)
+    assert not outer.has_tensor_amax
+    assert NVFP4.outer_block is None
+    assert NVFP4.has_tensor_amax
+
+
+def test_a_correction_needs_a_transform_of_whole_blocks() -> None:
+    eden = dataclasses.replace(NVFP4, scale=ScaleSpec(**CODED, zero_code="one"), correction="eden")
+    with pytest.raises(UserError, match=r"dgrad.grad_output.correction is eden with blocks of 1x16 and no Hadamard"):
+        Recipe("r", "", dgrad=GemmSpec(grad_output=eden))
+    wide = dataclasses.replace(eden, scale=dataclasses.replace(eden.scale, granularity="1x32"))
+    with pytest.raises(
+        UserError, match=r"and a transform of 16, whose groups share a factor: set dgrad.hadamard.block"
+    ):
+        Recipe("r", "", dgrad=GemmSpec(grad_output=wide, hadamard=HadamardSpec(16)))
+    Recipe("r", "", dgrad=GemmSpec(grad_output=eden, hadamard=HadamardSpec(16)))
+
+
+def test_dequantized_operands_are_not_rounded_after_a_transform() -> None:
+    with pytest.raises(UserError, match=r"dgrad.hadamard.output is operand and dgrad.weight.source is fprop"):
+        Recipe(
+            "r",
+            "",
+            fprop=GemmSpec(weight=FP8),
+            dgrad=GemmSpec(weight=dataclasses.replace(FP8, source="fprop"), hadamard=HadamardSpec(output="operand")),
+        )
 
 
 def test_scales_may_be_rounded_stochastically_if_they_are_coded() -> None:

@@ -13,8 +13,11 @@ from megatron_lowprec.kernels.amax_history.reference import always_roll_history_
 from megatron_lowprec.kernels.quantize.reference import e8m0_scale
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.quantizer import delayed_encode_scale, quantize
+from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.quantization.transform import Transform
+from megatron_lowprec.recipe.quant_spec import ScaleSpec, TensorScaleSpec
 from megatron_lowprec.recipe.registry import FP8_CURRENT, FP8_CURRENT_E5M2, FP8_DELAYED, FP8_DELAYED_E5M2, MXFP4
-from megatron_lowprec.recipe.schema import HistorySpec, QuantSpec
+from megatron_lowprec.recipe.schema import HadamardSpec, HistorySpec, QuantSpec
 from megatron_lowprec.te import te_recipe
 from megatron_lowprec.te.factory import quantizer_of
 from tests.te.conftest import Import
@@ -72,6 +75,68 @@ def test_mxfp4(te: Import, generator: torch.Generator) -> None:
         ours = quantize(x, spec)
         assert torch.equal(module.cast_from_fp4x2(codes, torch.float32), ours.elements.float())
         assert torch.equal(scale, torch.exp2(ours.scale.float() - 127))
+
+
+@pytest.mark.parametrize("tile", ["1x16", "16x16"])
+@pytest.mark.parametrize("rht", [False, True])
+def test_nvfp4(te: Import, generator: torch.Generator, tile: str, rht: bool) -> None:
+    """Both directions of its recipe's quantizers; bf16 entries are rounded after the transform."""
+    module = te("pytorch.custom_recipes.reference_nvfp4")
+    reference = module.NVFP4QuantizerRef(
+        module.reference_utils.Fp4Formats.E2M1, quant_tile_shape=sizes(tile), with_rht=rht and tile == "1x16"
+    )
+    spec = QuantSpec("e2m1", tile, "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
+    transform = Transform(HadamardSpec(16, signs="nvfp4", output="operand"))
+    for x in tensors(generator):
+        theirs, turned = reference.quantize(x), x.t().contiguous()
+        assert_same(theirs.data, theirs.scale, quantize(x, spec), module)
+        turned = transform.apply(turned).to(x.dtype) if reference.with_rht else turned
+        assert_same(theirs.data_t, theirs.scale_t, quantize(turned, spec), module)
+
+
+@pytest.mark.parametrize("tile", ["1x16", "16x16"])
+@pytest.mark.parametrize("measure", ["mse", "mae"])
+@pytest.mark.parametrize("bound", [256, 448])
+def test_four_over_six(te: Import, generator: torch.Generator, tile: str, measure: Any, bound: int) -> None:
+    module = te("pytorch.custom_recipes.reference_nvfp4")
+    reference = module.NVFP4QuantizerRef(
+        module.reference_utils.Fp4Formats.E2M1,
+        quant_tile_shape=sizes(tile),
+        nvfp4_use_4over6=True,
+        nvfp4_e4m3_max=bound,
+        nvfp4_4over6_err_mode=measure,
+    )
+    scale = ScaleSpec(tile, "e4m3", "base", four_over_six=measure)
+    spec = QuantSpec("e2m1", scale=scale, tensor_scale=TensorScaleSpec(6.0 * bound))
+    for x in tensors(generator):
+        theirs, ours, rows = reference.quantize(x), quantize(x, spec), sizes(tile)[0]
+        found = [
+            (module.cast_from_fp4x2(theirs.data, torch.float64), theirs.scale.double()),
+            (ours.elements.double(), ours.scale.view(torch.float8_e4m3fn).repeat_interleave(rows, 0).double()),
+        ]
+        step, blocks = x.abs().amax().double() / (6 * bound), x.double().unflatten(1, (-1, 16))
+        differences = [values.unflatten(1, (-1, 16)) * scale.unsqueeze(-1) * step - blocks for values, scale in found]
+        errors = [
+            each.unflatten(0, (-1, rows)).abs().pow(2 if measure == "mse" else 1).sum((1, 3)) for each in differences
+        ]
+        # sums of magnitudes are often equal, and then the order of fp32 operations decides
+        torch.testing.assert_close(*errors, rtol=1e-6, atol=0)
+        same = found[0][1] == found[1][1]
+        assert same.float().mean() > 0.99
+        assert torch.equal(*(values.unflatten(1, (-1, 16))[same] for values, _ in found))
+
+
+def sizes(tile: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in tile.split("x"))
+
+
+def assert_same(codes: torch.Tensor, scale: torch.Tensor, ours: QuantizedTensor, module: Any) -> None:
+    """Equal values, whatever the sign of zero, and equal scales of blocks."""
+    assert ours.spec is not None
+    assert ours.spec.block is not None
+    assert torch.equal(module.cast_from_fp4x2(codes, torch.float32), ours.elements.float())
+    of_rows = ours.scale.repeat_interleave(ours.spec.block[0], 0)
+    assert torch.equal(scale.view(torch.uint8), of_rows)
 
 
 @pytest.mark.parametrize("rule", ["max", "most_recent"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_lowprec import GemmSpec, HadamardSpec, QuantSpec, Recipe
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.lowprec_linear import LinearGemms
 from megatron_lowprec.quantization import quantizer, random_stream
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
 from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.recipe.quant_spec import TensorScaleSpec
 from megatron_lowprec.recipe.registry import get_recipe, recipes
 from megatron_lowprec.training.monitoring.self_test import self_test
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses
 
 CPU = torch.device("cpu")
+NVFP4 = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
 DTYPES = [torch.bfloat16, torch.float32]
 
 
@@ -75,6 +79,18 @@ STOCHASTIC = ["fprop.input", "fprop.weight", "dgrad.grad_output", "dgrad.weight"
 def test_stochastic_rounding_of_any_format_and_tile_passes(base: str, overrides: list[str]) -> None:
     operands = STOCHASTIC if base != "mxfp4_sr" else STOCHASTIC[2:]
     recipe = load_recipe(base, [f"{operand}.{override}" for operand in operands for override in overrides])
+    self_test(recipe, torch.bfloat16, CPU)
+
+
+def test_an_operand_is_drawn_without_what_it_depends_on() -> None:
+    """Its fprop operand and its transform are not there when it is drawn alone."""
+    drawn = replace(NVFP4, rounding="stochastic", correction="eden", scale=replace(NVFP4.scale, zero_code="one"))
+    recipe = Recipe(
+        "r",
+        "",
+        fprop=GemmSpec(weight=NVFP4),
+        dgrad=GemmSpec(grad_output=drawn, weight=replace(drawn, source="fprop"), hadamard=HadamardSpec(16)),
+    )
     self_test(recipe, torch.bfloat16, CPU)
 
 

@@ -6,18 +6,21 @@ is imported, and prints what differs.
 
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import product
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from megatron_lowprec.formats import ELEMENT_FORMATS, FORMATS
+from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
-from megatron_lowprec.kernels.quantize.reference import e8m0_decode_scale, encode, quantize_operand, scale_blocks
+from megatron_lowprec.kernels.quantize.reference import encode, quantize_operand, scale_blocks, tensor_scale
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep, stream_key
+from megatron_lowprec.quantization.tensor import as_numbers
 from megatron_lowprec.scaling import scale_rules
 
 MOMENT = RngStep(70_000, 3)
@@ -41,6 +44,12 @@ class Case:
     sharded: bool = False
     mx: int = 32  # entries that share a scale
     codes: bool = False  # codes and scale bytes in the place of dequantized operands
+    scale: str = "e8m0"
+    target: float = 0.0  # of a tensor scale above coded ones; 0 for none
+    square: bool = False  # blocks of as many rows
+    plain: str = ""  # ways without the transform
+    rounds: bool = False  # transformed values are rounded to the operand's dtype
+    finite: bool = True  # the tensor's amax is that of its finite entries, as one from a history may be
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, field.name)) for field in fields(self)).replace("torch.", "")
@@ -70,7 +79,7 @@ def differences(case: Case, device: str) -> list[str]:
     headroom = 0.75 if case.rounding == "stochastic" else 1.0
     rng_step = torch.tensor(MOMENT, dtype=torch.int32, device=device)
     directions: dict[str, Direction] = {}
-    wanted: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    wanted: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
     for way in case.ways:
         signs_key = stream_key(1, "sign", layer=2, linear="x", gemm=way)
         row_span, column_span = spans if way == "r" else spans[::-1]
@@ -78,35 +87,61 @@ def differences(case: Case, device: str) -> list[str]:
             stream_key(1, "rounding", layer=2, linear="x", gemm=way, operand=way), MOMENT, row_span, column_span
         )
         # drawn in the second place of a launch for two, as a layer has them
-        scaled = scaled_signs((Key(), Key.of(signs_key)), rng_step, case.block)[1] if case.block else None
-        directions[way] = Direction(Key.of(stream.key), scaled)
+        block = 0 if way in case.plain else case.block
+        scaled = scaled_signs((Key(), Key.of(signs_key)), rng_step, block)[1] if block else None
         matrix = x if way == "r" else x.t()
-        matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % (case.block or case.mx)))
-        signs = RandomStream(signs_key, MOMENT).signs(case.block, x.device) if case.block else None
+        if not case.square:
+            matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % (case.block or case.mx)))
+        signs = RandomStream(signs_key, MOMENT).signs(block, x.device) if block else None
+        if block and case.rounds:
+            matrix, signs = hadamard_transform(matrix, signs).to(case.dtype), None
+        amax = of_tensor = None
+        if case.target:
+            entries = matrix.float() if signs is None else hadamard_transform(matrix, signs)
+            if case.finite:
+                entries = entries.nan_to_num(0.0, 0.0, 0.0)
+            amax = entries.abs().amax().view(1)
+            of_tensor = tensor_scale(amax.view(1, 1), case.target, case.rule)
+            assert case.rounding == "stochastic" or case.finite == bool(of_tensor.decode.isfinite())
+        directions[way] = Direction(Key.of(stream.key), scaled, amax)
         elements, scale = quantize_operand(
             matrix,
             fmt,
-            (1, case.mx),
-            scale_format="e8m0",
+            (case.mx if case.square else 1, case.mx),
+            scale_format=case.scale,
+            of_tensor=of_tensor,
             scale_rule=case.rule,
             rounding=case.rounding,
             headroom=headroom,
             signs=signs,
             uniform=stream.uniform(matrix.shape[1], case.random_bits, x.device),
         )
-        wanted[way] = (
-            elements,
-            scale,
-            scale_blocks(elements.float(), e8m0_decode_scale(scale), (1, case.mx)).to(x.dtype),
-        )
-    rule = MxRule(fmt, case.rule, case.rounding, case.random_bits, headroom, case.mx)
+        values = scale_blocks(elements.float(), as_numbers(scale, case.scale), (case.mx if case.square else 1, case.mx))
+        wanted[way] = (elements, scale, values.to(x.dtype), None if of_tensor is None else of_tensor.decode)
+    rule = MxRule(
+        fmt,
+        case.rule,
+        case.rounding,
+        case.random_bits,
+        headroom,
+        case.mx,
+        block_rows=case.mx if case.square else 1,
+        scale_fmt=FORMATS.get(case.scale),
+        target=case.target or None,
+        rounds_transform=case.rounds,
+    )
     ways = {"rows": directions.get("r"), "columns": directions.get("c"), "rng_step": rng_step, "spans": spans}
     lines = []
     made = quantize_mx(x, rule, **ways, codes=case.codes)  # type: ignore[arg-type]
-    for way, out, out_scale in (
-        ("r", made.rowwise_data, made.rowwise_scale),
-        ("c", made.columnwise_data, made.columnwise_scale),
+    for way, out, out_scale, of_tensor in (
+        ("r", made.rowwise_data, made.rowwise_scale, made.rowwise_tensor_scale),
+        ("c", made.columnwise_data, made.columnwise_scale, made.columnwise_tensor_scale),
     ):
+        want = None if out is None else wanted[way][3]
+        assert (want is None) == (of_tensor is None)
+        if want is not None and of_tensor is not None:
+            same = (of_tensor == want) | (of_tensor.isnan() & want.isnan())
+            lines += difference(f"{case} tensor scale along {way}", same, of_tensor, want)
         if out is not None and not case.codes:
             out = out if way == "r" else out.t()
             want = wanted[way][2] if way == "r" else wanted[way][2].t()[: out.shape[0]]
@@ -115,7 +150,7 @@ def differences(case: Case, device: str) -> list[str]:
             lines += difference(f"{case} along {way}", same, out, want)
         elif out is not None:
             assert out_scale is not None
-            elements, scale, _ = wanted[way]
+            elements, scale = wanted[way][:2]
             codes, want = out, encode(elements, fmt)
             if fmt.bits == 4:
                 codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)
@@ -150,8 +185,26 @@ def small_cases() -> list[Case]:
         Case(37, 64, bf16, "e5m2", "even", "nearest_even", 0, "c", codes=True),
         Case(37, 64, bf16, "e2m1", "floor", "stochastic", 64, "rc", mx=16, codes=True),
         Case(37, 64, fp32, "e3m2", "ceil", "nearest_even", 0, "r", codes=True),
+        *nvfp4_cases(),
     ]
     return cases + [Case(37, 64, fp32, *row, "nearest_even", 0, "rc", codes=True) for row in uncovered(cases)]
+
+
+def nvfp4_cases() -> list[Case]:
+    """Coded scales, tensor scales, transforms of one direction and square blocks: each branch once."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    nvfp4, nearest, sr = ("e2m1", "product"), "nearest_even", "stochastic"
+    scales: dict[str, Any] = {"mx": 16, "scale": "e4m3", "target": 2688.0}
+    return [
+        Case(37, 128, bf16, *nvfp4, nearest, 0, "r", **scales),
+        Case(37, 128, bf16, *nvfp4, sr, 16, "rc", plain="r", rounds=True, sharded=True, **scales),
+        Case(37, 64, bf16, *nvfp4, nearest, 16, "rc", plain="r", rounds=True, codes=True, **scales),
+        Case(37, 64, fp32, *nvfp4, nearest, 0, "c", codes=True, finite=False, **scales),
+        Case(37, 104, bf16, *nvfp4, nearest, 0, "rc", square=True, **scales),
+        Case(37, 64, bf16, "e1m2", "quotient", sr, 0, "c", random_bits=8, **(scales | {"scale": "ue4m3"})),
+        Case(37, 64, bf16, "e2m1", "quotient", nearest, 0, "rc", codes=True, mx=16, scale="ue5m3"),
+        Case(70, 64, bf16, "e4m3", "round_up", nearest, 0, "rc", square=True),
+    ]
 
 
 def uncovered(cases: list[Case]) -> list[tuple[str, str]]:
@@ -187,6 +240,10 @@ def gpu_cases() -> list[Case]:
     cases += [
         Case(333, 256, bf16, "e2m1", "floor", "stochastic", block, "rc", mx=mx, codes=codes)
         for mx, block, codes in product((16, 64), (0, 64), (False, True))
+    ]
+    cases += [
+        replace(case, rows=rows, columns=columns)
+        for case, (rows, columns) in product(nvfp4_cases(), ((333, 512), (1000, 1040)))
     ]
     return cases + [Case(333, 256, bf16, *row, "nearest_even", 0, "rc", codes=True) for row in uncovered(cases)]
 

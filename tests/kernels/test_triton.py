@@ -1,5 +1,7 @@
 """The fused MX kernel gives the reference's bits: interpreted here, compiled where there is a GPU."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -11,6 +13,22 @@ from tests.kernels.mx_cases import Case, differences, gpu_cases, small_cases
 @pytest.mark.slow
 def test_interpreted_kernel_equals_the_reference() -> None:
     assert f"{len(small_cases())} cases compared" in assert_no_differences("tests.kernels.mx_cases")
+
+
+def test_a_kernel_compiled_for_one_pitch_of_codes_does_not_serve_another() -> None:
+    """Triton takes a pitch that is a multiple of 16 for one: rows of 32 codes of 4 bits are, rows of 48 are not."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from megatron_lowprec.formats import FORMATS
+    from megatron_lowprec.kernels.launch import Specialized
+    from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
+    from megatron_lowprec.kernels.quantize.triton import quantize_mx
+
+    rule, rng_step = MxRule(FORMATS["e2m1"], "floor", block=16), torch.zeros(2, dtype=torch.int32)
+    with patch.object(Specialized, "launch") as launch:
+        for columns in (32, 48):
+            quantize_mx(torch.zeros(16, columns).bfloat16(), rule, rows=Direction(), rng_step=rng_step, codes=True)
+    keys = [call.args[3] for call in launch.call_args_list]
+    assert keys[0] != keys[1]
 
 
 @pytest.mark.gpu

@@ -21,6 +21,9 @@ from megatron_lowprec.kernels.quantize.reference import encode, quantize_operand
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep, stream_key
 from megatron_lowprec.quantization.tensor import as_numbers
+from megatron_lowprec.recipe.quant_spec import TensorScaleSpec
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, QuantSpec
 from megatron_lowprec.scaling import scale_rules
 
 MOMENT = RngStep(70_000, 3)
@@ -248,9 +251,23 @@ def gpu_cases() -> list[Case]:
     return cases + [Case(333, 256, bf16, *row, "nearest_even", 0, "rc", codes=True) for row in uncovered(cases)]
 
 
+def nvfp4_recipe() -> Recipe:
+    """TransformerEngine's NVFP4."""
+    by_row = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
+    square, drawn = replace(by_row, granularity="16x16"), replace(by_row, rounding="stochastic")
+    return Recipe(
+        "nvfp4_here",
+        "",
+        fprop=GemmSpec(input=by_row, weight=square),
+        dgrad=GemmSpec(grad_output=drawn, weight=square),
+        wgrad=GemmSpec(grad_output=drawn, input=by_row, hadamard=HadamardSpec(16, signs="nvfp4")),
+    )
+
+
 def linear_differences() -> list[str]:
     """A layer's GEMMs with operands by the interpreted kernel and by the reference: the host's side of the path."""
-    from megatron_lowprec.linear.backends.emulated import dense
+    from megatron_lowprec.kernels import dispatch
+    from megatron_lowprec.kernels.quantize import triton
     from megatron_lowprec.linear.linear_gemms import LinearGemms
     from megatron_lowprec.linear.linear_id import LinearId
     from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -260,20 +277,29 @@ def linear_differences() -> list[str]:
     x, w, dy = (torch.randn(size, generator=generator).bfloat16() for size in ((70, 128), (192, 128), (70, 192)))
     place = LinearId(3, "mlp.linear_fc1", spans={"O": ShardSlice(192, gate_offset=96, gate_stride=192)}, split="O")
     lines = []
-    for name in ("mxfp4_rht_sr", "mxfp4_sr", "mxfp8"):
+    for recipe, launches in (
+        (get_recipe("mxfp4_rht_sr"), 5),  # a call for both directions of dy makes one for each
+        (get_recipe("mxfp4_sr"), 3),
+        (get_recipe("mxfp8"), 5),
+        (nvfp4_recipe(), 5),  # one for the weight, along columns, serves both GEMMs and is made by another
+    ):
 
-        def products(name: str = name) -> list[torch.Tensor]:
-            run = LinearGemms(get_recipe(name), place, 1, AmaxHistory)
+        def products(recipe: Recipe = recipe) -> list[torch.Tensor]:
+            run = LinearGemms(recipe, place, 1, AmaxHistory, lambda amax: amax * 1.5, cache_weights=True)
             both = run.grad_output(dy, MOMENT)
             total = torch.zeros(192, 128)
             return [run.fprop(x, w, MOMENT), run.dgrad(both, w, MOMENT), run.wgrad(both, x, MOMENT, total)]
 
-        want = products()
-        with patch.object(dense, "fuses_mx", side_effect=lambda matrix, block, *_: block == (1, 32)) as chosen:
+        want, quantize_mx = products(), triton.quantize_mx
+        fused = patch.object(dispatch, "has_mx_kernel", lambda _, rule: rule is not None)
+        with fused, patch.object(triton, "quantize_mx", side_effect=quantize_mx) as taken:
             got = products()
-        lines += [] if chosen.called else [f"{name}: no operand was offered to the fused path"]
+        if taken.call_count != launches:
+            lines.append(f"{recipe.name}: {taken.call_count} launches of the fused kernel instead of {launches}")
         lines += [
-            f"{name}: {gemm} differs" for gemm, a, b in zip("fdw", got, want, strict=True) if not torch.equal(a, b)
+            f"{recipe.name}: {gemm} differs"
+            for gemm, a, b in zip("fdw", got, want, strict=True)
+            if not torch.equal(a, b)
         ]
     return lines
 

@@ -9,6 +9,8 @@ from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.scaling import SCALE_RULES
 
+MX_BLOCKS = (16, 32, 64)
+"""Sizes of the blocks along the contracted dimension that the MX kernel is tested with."""
 ROUNDINGS = {"nearest_even": 0, "half_away": 1, "stochastic": 2}
 
 
@@ -56,6 +58,12 @@ class MxCast(NamedTuple):
     columnwise_scale: torch.Tensor | None = None
     rowwise_tensor_scale: torch.Tensor | None = None
     columnwise_tensor_scale: torch.Tensor | None = None
+
+    def direction(self, rowwise: bool) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Data, scale and tensor scale of one direction."""
+        if rowwise:
+            return self.rowwise_data, self.rowwise_scale, self.rowwise_tensor_scale
+        return self.columnwise_data, self.columnwise_scale, self.columnwise_tensor_scale
 
 
 class MxConstants(NamedTuple):

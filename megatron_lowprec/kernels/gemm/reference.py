@@ -100,7 +100,9 @@ def _k_slices(length: int, *sides: tuple[torch.Tensor | None, tuple[int, int]]) 
     steps = {block[1] for scale, block in sides if scale is not None and scale.shape[1] > 1}
     if len(steps) > 1:
         raise ValueError(f"both operands must have equal blocks along the contracted dimension, got {sorted(steps)}")
-    step = steps.pop() if steps else length
+    if not steps:  # K may be 0: an expert without tokens
+        return [slice(0, length)]
+    step = steps.pop()
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 

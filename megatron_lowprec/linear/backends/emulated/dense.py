@@ -29,7 +29,13 @@ from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.device_rng_step import device_rng_step
 from megatron_lowprec.quantization.error_stats import error_stats
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
-from megatron_lowprec.quantization.quantizer import delayed_encode_scale, mx_rule, quantize_by_reference, with_amaxes
+from megatron_lowprec.quantization.quantizer import (
+    Reduce,
+    delayed_encode_scale,
+    mx_rule,
+    quantize_by_reference,
+    with_amaxes,
+)
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
 from megatron_lowprec.quantization.token_rows import stored_codes
@@ -232,9 +238,8 @@ class EmulatedGemms(GemmBackend):
         read = operand if by_rows else operand.t()
         ways = (direction, second) if by_rows else (second, direction)
         delayed = self._amax_in_effect(tensor) if spec.scaling == "delayed" else None
-        reduce_amax = self._amax.reduction(name, tensor, spec)
         return read, {
-            **with_amaxes(read, rule, *ways, known=delayed, reduce_amax=reduce_amax),
+            **with_amaxes(read, rule, *ways, known=delayed, reduce_amax=self.reduction(name, tensor)),
             "rng_step": device_rng_step(rng_step, operand.device),
             "spans": spans if by_rows else spans[::-1],
         }
@@ -242,6 +247,11 @@ class EmulatedGemms(GemmBackend):
     def _direction(self, name: str, tensor: str, transform: Transform | None, device: torch.device) -> Direction:
         signs = None if transform is None else transform.scaled_signs(device)
         return Direction(Key.of(self.rounding[name, tensor].key), signs)
+
+    def reduction(self, name: str, tensor: str) -> Reduce | None:
+        """Maximum over the ranks that share a current scale of an operand; None without such ranks."""
+        spec = self.specs[name, tensor]
+        return None if spec is None else self._amax.reduction(name, tensor, spec)
 
     def _amax_in_effect(self, tensor: str) -> torch.Tensor:
         """fp32 amax of a tensor with delayed scaling, from its history."""
@@ -259,7 +269,7 @@ class EmulatedGemms(GemmBackend):
             "random": self.rounding[name, tensor].at(rng_step),
             "encode_scale": encode_scale,
             "tensor_amax": amax,
-            "reduce_amax": self._amax.reduction(name, tensor, spec),
+            "reduce_amax": self.reduction(name, tensor),
         }
 
 

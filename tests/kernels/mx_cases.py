@@ -260,7 +260,7 @@ def nvfp4_recipe() -> Recipe:
         "",
         fprop=GemmSpec(input=by_row, weight=square),
         dgrad=GemmSpec(grad_output=drawn, weight=square),
-        wgrad=GemmSpec(grad_output=drawn, input=by_row, hadamard=HadamardSpec(16, signs="nvfp4")),
+        wgrad=GemmSpec(grad_output=drawn, input=by_row, hadamard=HadamardSpec(16, signs="nvfp4", output="operand")),
     )
 
 

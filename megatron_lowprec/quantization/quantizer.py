@@ -93,13 +93,12 @@ def quantize(
 @lru_cache(maxsize=64)
 def mx_rule(spec: QuantSpec, transform: HadamardSpec | None = None) -> MxRule | None:
     """The ``MxRule`` of a spec behind a transform, for the fused MX kernel; None for what it does not quantize."""
-    scale = spec.scale
-    plain = scale.four_over_six is scale.block_target is None and scale.zero_code == "zero" and spec.correction is None
     if spec.block is None or spec.scale_format == "fp32" or spec.outer_block is not None:
         return None
-    if not plain or scale.rounding == "stochastic" or scale.rule in ("base", "divided"):
+    if spec.correction is not None and transform is None:
         return None
-    (rows, block), square = spec.block, spec.block[0] == spec.block[1] and spec.rounding != "stochastic"
+    random = "stochastic" in (spec.rounding, spec.scale.rounding)
+    (rows, block), square = spec.block, spec.block[0] == spec.block[1] and not random
     if block not in MX_BLOCKS or not (rows == 1 or square):
         return None
     margin = spec.margin if spec.scaling == "delayed" else 0
@@ -114,6 +113,8 @@ def mx_rule(spec: QuantSpec, transform: HadamardSpec | None = None) -> MxRule | 
         scale_fmt=FORMATS.get(spec.scale_format),
         target=None if spec.tensor_scale is None else spec.tensor_scale.target * 2.0**-margin,
         rounds_transform=transform is not None and transform.output == "operand",
+        scale_rounding=spec.scale.rounding,
+        options=_coded_options(spec, None if transform is None else transform.block),
     )
 
 
@@ -149,7 +150,7 @@ def _quantize_by_kernel(
     """Codes, one an entry, their scales and the tensor's of [R, K] by the fused kernel; K a multiple of the block."""
     by_rows, rule = matrix.stride(1) == 1, mx_rule(spec)
     assert rule is not None
-    way = Direction(Key.of(random.key))
+    way = Direction(Key.of(random.key), scale_key=Key.of(random.of_scales().key))
     spans = (random.row_span, random.column_span)
     read = matrix if by_rows else matrix.t()
     cast = load("quantize").quantize_mx(

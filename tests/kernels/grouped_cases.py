@@ -18,12 +18,15 @@ from megatron_lowprec.kernels.grouped_gemm import reference as gemm_reference
 from megatron_lowprec.kernels.grouped_quantize import reference
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.kernels.quantize.coded_scale import PLAIN, CodedOptions
 from megatron_lowprec.kernels.quantize.rule import MxRule
 from tests.kernels.interpreted import main
 from tests.kernels.mx_cases import MOMENT, difference
 
 ROWS = (5, 0, 33, 70, 1, 0)
 SPANS = (ShardSlice(1 << 20, gate_offset=16, gate_stride=4096), ShardSlice(512))
+
+FOUR_OVER_SIX, EDEN = CodedOptions(four_over_six="mse"), CodedOptions(zero_code="one", group=32)
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Case:
     target: float | None = None
     square: bool = False
     rounds: bool = False
+    options: CodedOptions = PLAIN
+    scale_rounding: str = "nearest_even"
 
 
 CASES = [
@@ -54,6 +59,22 @@ CASES = [
     Case(48, torch.bfloat16, "e2m1", "product", "nearest_even", 0, False, "e4m3", 2688.0),
     Case(48, torch.bfloat16, "e2m1", "product", "nearest_even", 0, False, "e4m3", 2688.0, square=True),
     Case(64, torch.float32, "e2m1", "quotient", "nearest_even", 16, False, "ue5m3", 2688.0),
+    Case(48, torch.bfloat16, "e2m1", "base", "nearest_even", 0, False, "e4m3", 1536.0, True, options=FOUR_OVER_SIX),
+    Case(
+        48,
+        torch.bfloat16,
+        "e2m1",
+        "divided",
+        "nearest_even",
+        32,
+        True,
+        "e4m3",
+        1536.0,
+        False,
+        False,
+        EDEN,
+        "stochastic",
+    ),
 ]
 
 
@@ -77,6 +98,8 @@ def operand_differences(case: Case, device: str) -> list[str]:
         scale_fmt=FORMATS.get(case.scale),
         target=case.target,
         rounds_transform=case.rounds,
+        scale_rounding=case.scale_rounding,
+        options=case.options,
     )
     rng_step = torch.tensor(MOMENT, dtype=torch.int32, device=device)
     keys = [Key.of((0x9E3779B9 * (i + 1) & 0xFFFFFFFF, i)) for i in range(len(ROWS))]
@@ -99,6 +122,7 @@ def operand_differences(case: Case, device: str) -> list[str]:
             keys=keys,
             signs=signs,
             amax=amaxes[0],
+            scale_keys=keys[::-1],
             rng_step=rng_step,
             spans=SPANS,
         )

@@ -17,11 +17,12 @@ from megatron_lowprec.formats import ELEMENT_FORMATS, FORMATS
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
+from megatron_lowprec.kernels.quantize.coded_scale import PLAIN, CodedOptions
 from megatron_lowprec.kernels.quantize.reference import encode, quantize_operand, scale_blocks, tensor_scale
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep, stream_key
 from megatron_lowprec.quantization.tensor import as_numbers
-from megatron_lowprec.recipe.quant_spec import TensorScaleSpec
+from megatron_lowprec.recipe.quant_spec import ScaleSpec, TensorScaleSpec
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, QuantSpec
 from megatron_lowprec.scaling import scale_rules
@@ -52,6 +53,8 @@ class Case:
     square: bool = False  # blocks of as many rows
     plain: str = ""  # ways without the transform
     rounds: bool = False  # transformed values are rounded to the operand's dtype
+    options: CodedOptions = PLAIN
+    scale_rounding: str = "nearest_even"
     finite: bool = True  # the tensor's amax is that of its finite entries, as one from a history may be
 
     def __str__(self) -> str:
@@ -62,7 +65,9 @@ def input_of(case: Case, device: str) -> torch.Tensor:
     """Normal numbers over 24 binades, and zeros of both signs, ties, Inf, NaN, huge and tiny numbers, a zero block."""
     generator = torch.Generator().manual_seed(case.rows * 1000 + case.columns)
     shape = (case.rows, case.columns)
-    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-12, 12, shape, generator=generator).float())
+    spread = 1 if case.options.four_over_six else 12  # more would leave one entry in a block
+    x = torch.randn(shape, generator=generator)
+    x *= torch.exp2(torch.randint(-spread, spread, shape, generator=generator).float())
     x = x.to(case.dtype)
     edge = torch.tensor([0.0, -0.0, torch.inf, torch.nan, 1e-40, -1e-38, 3e38, 6.0, 0.25, -0.25, 2.5, 5.0, -torch.inf])
     where = torch.randperm(x.numel(), generator=generator)[: 3 * edge.numel()]
@@ -79,7 +84,7 @@ def differences(case: Case, device: str) -> list[str]:
 
     x, fmt = input_of(case, device), FORMATS[case.fmt]
     spans = SPANS if case.sharded else (WHOLE, WHOLE)
-    headroom = 0.75 if case.rounding == "stochastic" else 1.0
+    headroom = 0.75 if case.rounding == "stochastic" and case.options == PLAIN else 1.0
     rng_step = torch.tensor(MOMENT, dtype=torch.int32, device=device)
     directions: dict[str, Direction] = {}
     wanted: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
@@ -104,9 +109,10 @@ def differences(case: Case, device: str) -> list[str]:
             if case.finite:
                 entries = entries.nan_to_num(0.0, 0.0, 0.0)
             amax = entries.abs().amax().view(1)
-            of_tensor = tensor_scale(amax.view(1, 1), case.target, case.rule)
+            of_tensor = tensor_scale(amax.view(1, 1), case.target, case.rule, largest=case.options.largest(fmt))
             assert case.rounding == "stochastic" or case.finite == bool(of_tensor.decode.isfinite())
-        directions[way] = Direction(Key.of(stream.key), scaled, amax)
+        of_scales = stream.of_scales()
+        directions[way] = Direction(Key.of(stream.key), scaled, amax, Key.of(of_scales.key))
         elements, scale = quantize_operand(
             matrix,
             fmt,
@@ -118,6 +124,9 @@ def differences(case: Case, device: str) -> list[str]:
             headroom=headroom,
             signs=signs,
             uniform=stream.uniform(matrix.shape[1], case.random_bits, x.device),
+            scale_rounding=case.scale_rounding,
+            scale_uniform=of_scales.uniform(matrix.shape[1], case.random_bits, x.device),
+            options=case.options,
         )
         values = scale_blocks(elements.float(), as_numbers(scale, case.scale), (case.mx if case.square else 1, case.mx))
         wanted[way] = (elements, scale, values.to(x.dtype), None if of_tensor is None else of_tensor.decode)
@@ -132,6 +141,8 @@ def differences(case: Case, device: str) -> list[str]:
         scale_fmt=FORMATS.get(case.scale),
         target=case.target or None,
         rounds_transform=case.rounds,
+        scale_rounding=case.scale_rounding,
+        options=case.options,
     )
     ways = {"rows": directions.get("r"), "columns": directions.get("c"), "rng_step": rng_step, "spans": spans}
     lines = []
@@ -207,6 +218,25 @@ def nvfp4_cases() -> list[Case]:
         Case(37, 64, bf16, "e1m2", "quotient", sr, 0, "c", random_bits=8, **(scales | {"scale": "ue4m3"})),
         Case(37, 64, bf16, "e2m1", "quotient", nearest, 0, "rc", codes=True, mx=16, scale="ue5m3"),
         Case(70, 64, bf16, "e4m3", "round_up", nearest, 0, "rc", square=True),
+        *rival_cases(),
+    ]
+
+
+def rival_cases() -> list[Case]:
+    """Four-over-six by each measure, in square blocks too, scales that are not 0, and corrections."""
+    bf16, nearest, sr = torch.bfloat16, "nearest_even", "stochastic"
+    scales: dict[str, Any] = {"mx": 16, "scale": "e4m3"}
+    mse, largest = CodedOptions(four_over_six="mse"), CodedOptions(4.0, "abs_max", "flush")
+    eden = CodedOptions(6 / (17 / 16 * 0.93), zero_code="one", group=32)
+    target = 255.99 * eden.largest(FORMATS["e2m1"])
+    corrected: dict[str, Any] = {"target": target, "options": eden, "scale_rounding": sr}
+    return [
+        Case(37, 64, bf16, "e2m1", "base", nearest, 0, "rc", target=1536.0, options=mse, codes=True, **scales),
+        Case(37, 72, bf16, "e2m1", "base", nearest, 0, "rc", target=1536.0, options=mse, square=True, **scales),
+        Case(37, 64, bf16, "e2m1", "divided", sr, 16, "c", target=1536.0, options=CodedOptions(None, "mae"), **scales),
+        Case(37, 72, bf16, "e2m1", "product", nearest, 0, "rc", options=largest, square=True, **scales),
+        Case(37, 64, bf16, "e2m1", "divided", nearest, 32, "rc", sharded=True, **corrected, **scales),
+        Case(37, 64, bf16, "e2m1", "product", nearest, 0, "r", scale_rounding=sr, random_bits=8, codes=True, **scales),
     ]
 
 
@@ -264,6 +294,25 @@ def nvfp4_recipe() -> Recipe:
     )
 
 
+def quartet2_recipe() -> Recipe:
+    """Quartet II but for the size of its transform: four-over-six, then corrected scales of fprop's operands."""
+    forward = QuantSpec(
+        "e2m1",
+        scale=ScaleSpec("1x16", "e4m3", "divided", four_over_six="mse", zero_code="one"),
+        tensor_scale=TensorScaleSpec(1536.0),
+    )
+    scale = ScaleSpec("1x16", "e4m3", "divided", "stochastic", block_target=6 / (17 / 16 * 0.93), zero_code="one")
+    backward = replace(forward, scale=scale, correction="eden")
+    again, transform = replace(backward, source="fprop"), HadamardSpec(32)
+    return Recipe(
+        "quartet2_here",
+        "",
+        fprop=GemmSpec(input=forward, weight=forward),
+        dgrad=GemmSpec(grad_output=backward, weight=again, hadamard=transform),
+        wgrad=GemmSpec(grad_output=backward, input=again, hadamard=transform),
+    )
+
+
 def linear_differences() -> list[str]:
     """A layer's GEMMs with operands by the interpreted kernel and by the reference: the host's side of the path."""
     from megatron_lowprec.kernels import dispatch
@@ -279,7 +328,7 @@ def linear_differences() -> list[str]:
     lines = []
     for recipe, launches in (
         (get_recipe("mxfp4_rht_sr"), 5),  # a call for both directions of dy makes one for each
-        (get_recipe("mxfp4_sr"), 3),
+        (quartet2_recipe(), 7),  # twice for the operands of fprop that dgrad and wgrad take
         (get_recipe("mxfp8"), 5),
         (nvfp4_recipe(), 5),  # one for the weight, along columns, serves both GEMMs and is made by another
     ):
@@ -306,6 +355,9 @@ def linear_differences() -> list[str]:
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
+    from tests.kernels import block_sum_kernel
+
     found = [line for case in small_cases() for line in differences(case, "cpu")] + linear_differences()
+    found += block_sum_kernel.differences("cpu")
     print(*found, f"{len(small_cases())} cases compared", sep="\n")
     sys.exit(bool(found))

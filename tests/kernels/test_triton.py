@@ -42,6 +42,13 @@ def test_compiled_kernel_equals_the_reference(case: Case) -> None:
 
 
 @pytest.mark.gpu
+def test_sums_of_square_blocks_have_the_order_of_the_reference() -> None:
+    from tests.kernels import block_sum_kernel
+
+    assert block_sum_kernel.differences("cuda") == []
+
+
+@pytest.mark.gpu
 @gpu_recipes
 def test_linear_on_a_gpu_takes_the_fused_path_and_gives_the_cpu_operands(recipe: Recipe) -> None:
     """The dispatch itself: operands made on a GPU, by kernels, equal those made on a CPU, by the reference."""

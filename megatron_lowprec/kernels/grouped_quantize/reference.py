@@ -1,6 +1,7 @@
 """MX operands of a group of matrices with as many columns: each as ``quantize/reference.py`` quantizes it alone."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch.nn.functional import pad
@@ -47,6 +48,7 @@ def quantize_mx_groups(
     keys: Sequence[Key],
     signs: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
+    scale_keys: Sequence[Key] | None = None,
     rng_step: torch.Tensor,
     spans: tuple[ShardSlice, ShardSlice] = (WHOLE, WHOLE),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -63,6 +65,7 @@ def quantize_mx_groups(
         keys: Philox key of stochastic rounding, of each source.
         signs: fp32 [sources, g] of +-1/sqrt(g) for the Hadamard transform, or None.
         amax: fp32 [sources] for a rule with a tensor scale, as ``amaxes_of_groups``.
+        scale_keys: Philox key of the stochastic rounding of scales, of each source.
         rng_step: int32 [2], (step, microbatch), on the sources' device.
         spans: location of a source's rows and columns in its unsharded matrix.
 
@@ -84,7 +87,8 @@ def quantize_mx_groups(
         of_tensor = None
         if rule.target is not None:
             assert amax is not None
-            of_tensor = tensor_scale(amax[i].view(1, 1), rule.target, rule.scale_rule)
+            largest = rule.options.largest(rule.fmt)
+            of_tensor = tensor_scale(amax[i].view(1, 1), rule.target, rule.scale_rule, largest=largest)
             of_tensors[i] = of_tensor.decode[0, 0]
 
         def uniform(rows: slice, key: Key = key, columns: int = matrix.shape[1]) -> torch.Tensor:
@@ -103,6 +107,9 @@ def quantize_mx_groups(
             of_tensor=of_tensor,
             signs=own,
             uniform=uniform,
+            scale_rounding=rule.scale_rounding,
+            scale_uniform=None if scale_keys is None else partial(uniform, key=scale_keys[i]),
+            options=rule.options,
             dequantize=True,
         )
         operands.append(quantized.t() if columnwise else quantized)

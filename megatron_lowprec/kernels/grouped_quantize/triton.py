@@ -18,7 +18,9 @@ from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.philox.triton import draw_bits, place
 from megatron_lowprec.kernels.quantize.rule import MxRule, converts_fp8
-from megatron_lowprec.kernels.quantize.triton_ops import quantize_groups, transformed, write_tensor_scale
+from megatron_lowprec.kernels.quantize.triton_coded import write_tensor_scale
+from megatron_lowprec.kernels.quantize.triton_groups import quantize_groups
+from megatron_lowprec.kernels.quantize.triton_ops import transformed
 
 _SPANS = ["m_start", "m_gate_offset", "m_gate_stride", "n_start", "n_gate_offset", "n_gate_stride"]
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -110,7 +112,7 @@ def _grouped_mx_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Table, int64 [6, GROUPS]: address, rows, first row of the output, first tile, and two words of the key."""
+    """Table, int64 [8, GROUPS]: as in ``_source_of``, two words of the key, and two of that of scales."""
     GROUP: tl.constexpr = MX.GROUP
     tiles_n = tl.cdiv(N, BN)
     first_n = (tl.program_id(0) % tiles_n) * BN
@@ -120,6 +122,8 @@ def _grouped_mx_kernel(
     write_tensor_scale(tensor_scale_ptr + matrix, amax_ptr, (first_m == 0) & (first_n == 0), MX)
     key0 = tl.load(table_ptr + 4 * GROUPS + matrix).to(tl.int32).to(tl.uint32, bitcast=True)
     key1 = tl.load(table_ptr + 5 * GROUPS + matrix).to(tl.int32).to(tl.uint32, bitcast=True)
+    scale_key0 = tl.load(table_ptr + 6 * GROUPS + matrix).to(tl.int32).to(tl.uint32, bitcast=True)
+    scale_key1 = tl.load(table_ptr + 7 * GROUPS + matrix).to(tl.int32).to(tl.uint32, bitcast=True)
     if MX.HADAMARD:
         signs_ptr += matrix * GROUP
     rows = first_m + tl.arange(0, BM)
@@ -144,6 +148,8 @@ def _grouped_mx_kernel(
             amax_ptr,
             key0,
             key1,
+            scale_key0,
+            scale_key1,
             step,
             microbatch,
             unit,
@@ -167,6 +173,8 @@ def _grouped_mx_kernel(
             amax_ptr,
             key0,
             key1,
+            scale_key0,
+            scale_key1,
             step,
             microbatch,
             unit,
@@ -260,14 +268,14 @@ def _amaxes_specialized(
 
 
 def _table(sources: Sequence[torch.Tensor], tile_rows: int, whole: int = 1) -> tuple[np.ndarray, int, int]:
-    """The table of ``_source_of`` with room for keys, int64 [6, sources]; the tiles of rows; the output's rows.
+    """The table of ``_source_of`` with room for keys, int64 [8, sources]; the tiles of rows; the output's rows.
 
     Args:
         whole: multiple to which a source's rows are padded in the output.
     """
     rows = np.array([source.shape[0] for source in sources], dtype=np.int64)
     written, tiles = -(-rows // whole) * whole, -(-rows // tile_rows)
-    table = np.zeros((6, len(sources)), dtype=np.int64)
+    table = np.zeros((8, len(sources)), dtype=np.int64)
     table[0] = [source.data_ptr() for source in sources]
     table[1], table[2], table[3] = rows, written.cumsum() - written, tiles.cumsum() - tiles
     return table, int(tiles.sum()), int(written.sum())
@@ -281,6 +289,7 @@ def quantize_mx_groups(
     keys: Sequence[Key],
     signs: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
+    scale_keys: Sequence[Key] | None = None,
     rng_step: torch.Tensor,
     spans: tuple[ShardSlice, ShardSlice] = (WHOLE, WHOLE),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -288,10 +297,11 @@ def quantize_mx_groups(
     (_, N), dtype, device = sources[0].shape, sources[0].dtype, sources[0].device
     block = 0 if signs is None else signs.shape[1]
     kernel, tile_rows, tile_columns, unit = _specialized(
-        rule, block, columnwise or rule.block_rows > 1, dtype, len(sources), converts_fp8(device)
+        rule, block, columnwise, dtype, len(sources), converts_fp8(device)
     )
     table, tiles, written = _table(sources, tile_rows, block if block and columnwise else 1)
-    table[4:] = np.array(keys, dtype=np.int64).T
+    table[4:6] = np.array(keys, dtype=np.int64).T
+    table[6:] = np.array(keys if scale_keys is None else scale_keys, dtype=np.int64).T
     out = torch.empty((written, N), dtype=dtype, device=device)
     # an empty source has the scale of an amax of 0
     tensor_scale = None if rule.target is None else torch.ones(len(sources), dtype=torch.float32, device=device)
@@ -309,8 +319,15 @@ def _specialized(
     rule: MxRule, block: int, columnwise: bool, dtype: torch.dtype, groups: int, converts: bool
 ) -> tuple[Specialized, int, int, int]:
     """The kernel, the rows and columns of its tile, and its argument ``unit``."""
+    lanes_first, columnwise = not columnwise and not rule.shares_directions, columnwise or rule.block_rows > 1
     constants = rule.constants(
-        block, rows=not columnwise, columns=columnwise, packed=False, codes=False, converts=converts
+        block,
+        rows=not columnwise,
+        columns=columnwise,
+        packed=False,
+        codes=False,
+        converts=converts,
+        lanes_first=lanes_first and rule.block_rows > 1,
     )
     stochastic = rule.rounding == "stochastic"
     group, warps = constants.GROUP, 1 + (block > 0)

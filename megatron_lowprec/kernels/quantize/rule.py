@@ -7,11 +7,14 @@ import torch
 
 from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.philox.key import Key
+from megatron_lowprec.kernels.quantize.coded_scale import PLAIN, CodedOptions
 from megatron_lowprec.scaling import SCALE_RULES
 
 MX_BLOCKS = (16, 32, 64)
 """Sizes of the blocks along the contracted dimension that the MX kernel is tested with."""
 ROUNDINGS = {"nearest_even": 0, "half_away": 1, "stochastic": 2}
+ZERO_CODES = {"zero": 0, "flush": 1, "one": 2}
+MEASURES = {None: 0, "mse": 1, "mae": 2, "abs_max": 3}
 
 
 def converts_fp8(device: torch.device) -> bool:
@@ -33,11 +36,15 @@ class Direction(NamedTuple):
         signs: fp32 [g] of +-1/sqrt(g) for the Hadamard transform, from ``hadamard.triton.scaled_signs``; None for no
             transform.
         amax: fp32, one entry: amax of the tensor, transformed, for a rule with a tensor scale; else None.
+        scale_key: Philox key of the stochastic rounding of coded scales.
+        lanes_first: as ``MxConstants.LANES_FIRST``; set by the kernel's wrapper.
     """
 
     key: Key = Key()
     signs: torch.Tensor | None = None
     amax: torch.Tensor | None = None
+    scale_key: Key = Key()
+    lanes_first: bool = False
 
 
 class MxCast(NamedTuple):
@@ -91,7 +98,12 @@ class MxConstants(NamedTuple):
         ROUNDS_TRANSFORM: whether transformed values are rounded to the operand's dtype.
         SCALE_MANTISSA: mantissa bits of a coded scale's format; 0 for E8M0.
         SCALE_MIN_EXPONENT, SCALE_MAX, SCALE_NAN_CODE: properties of that format.
+        SCALE_ROUNDING: number of the rounding of scales in ROUNDINGS.
+        LARGEST, INVERSE_LARGEST: the magnitude that a block's amax is mapped to under coded scales, and fl32(1 / it).
+        ZERO_CODE, FOUR_OVER_SIX: numbers in ZERO_CODES and MEASURES.
+        EDEN: whether each group of the transform has a correction.
         TARGET: amax of the scaled tensor, for a tensor scale; 0 for none.
+        LANES_FIRST: whether sums over square blocks add the P entries of a row of [GROUP, P] first.
     """
 
     PACKED: bool
@@ -118,7 +130,14 @@ class MxConstants(NamedTuple):
     SCALE_MIN_EXPONENT: int = 0
     SCALE_MAX: float = 0.0
     SCALE_NAN_CODE: int = 0
+    SCALE_ROUNDING: int = 0
+    LARGEST: float = 0.0
+    INVERSE_LARGEST: float = 0.0
+    ZERO_CODE: int = 0
+    FOUR_OVER_SIX: int = 0
+    EDEN: bool = False
     TARGET: float = 0.0
+    LANES_FIRST: bool = False
 
     def tuning_name(self) -> str:
         """The constants in the key of a cached tiling."""
@@ -137,6 +156,8 @@ class MxRule:
         scale_fmt: format of coded scales; None for E8M0.
         target: amax of the scaled tensor, margin included, for a tensor scale; None for none.
         rounds_transform: ``HadamardSpec.output`` is "operand".
+        scale_rounding: of coded scales.
+        options: other fields of coded scales; the group of a correction is the transform's block.
     """
 
     fmt: Format
@@ -149,10 +170,20 @@ class MxRule:
     scale_fmt: Format | None = None
     target: float | None = None
     rounds_transform: bool = False
+    scale_rounding: str = "nearest_even"
+    options: CodedOptions = PLAIN
     kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def constants(
-        self, transform: int, rows: bool, columns: bool, packed: bool, codes: bool, converts: bool, plain: int = 0
+        self,
+        transform: int,
+        rows: bool,
+        columns: bool,
+        packed: bool,
+        codes: bool,
+        converts: bool,
+        plain: int = 0,
+        lanes_first: bool = False,
     ) -> MxConstants:
         """Constants of the kernel that writes these outputs.
 
@@ -162,7 +193,7 @@ class MxRule:
             plain: directions without the transform, as ``MxConstants.PLAIN``.
         """
         fmt, scale = self.fmt, self.scale_fmt
-        coded: dict[str, Any] = {} if scale is None else _constants_of_scale(scale)
+        coded: dict[str, Any] = {} if scale is None else self._constants_of_scales(scale)
         return MxConstants(
             PACKED=packed,
             ALONG_ROWS=rows,
@@ -185,18 +216,30 @@ class MxRule:
             PLAIN=plain,
             ROUNDS_TRANSFORM=self.rounds_transform and transform > 0,
             TARGET=self.target or 0.0,
+            LANES_FIRST=lanes_first,
             **coded,
         )
+
+    @property
+    def shares_directions(self) -> bool:
+        """Whether both directions have the same values: of square blocks, if nothing depends on an order of sums."""
+        return self.block_rows > 1 and self.options.four_over_six in (None, "abs_max")
+
+    def _constants_of_scales(self, fmt: Format) -> dict[str, Any]:
+        largest = torch.tensor(self.options.largest(self.fmt), dtype=torch.float32)
+        return {
+            "SCALE_MANTISSA": fmt.mantissa_bits,
+            "SCALE_MIN_EXPONENT": fmt.min_exponent,
+            "SCALE_MAX": fmt.max,
+            "SCALE_NAN_CODE": _nan_code(fmt),
+            "SCALE_ROUNDING": ROUNDINGS[self.scale_rounding],
+            "LARGEST": self.options.largest(self.fmt),
+            "INVERSE_LARGEST": float(torch.ones(()) / largest),
+            "ZERO_CODE": ZERO_CODES[self.options.zero_code],
+            "FOUR_OVER_SIX": MEASURES[self.options.four_over_six],
+            "EDEN": self.options.group > 0,
+        }
 
 
 def _nan_code(fmt: Format) -> int:
     return 0 if fmt.specials == "none" else (1 << (fmt.bits - fmt.signed)) - 1
-
-
-def _constants_of_scale(fmt: Format) -> dict[str, Any]:
-    return {
-        "SCALE_MANTISSA": fmt.mantissa_bits,
-        "SCALE_MIN_EXPONENT": fmt.min_exponent,
-        "SCALE_MAX": fmt.max,
-        "SCALE_NAN_CODE": _nan_code(fmt),
-    }

@@ -16,10 +16,11 @@ from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.philox.triton import place
 from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule, converts_fp8
-from megatron_lowprec.kernels.quantize.triton_ops import quantize_groups, write_tensor_scale
+from megatron_lowprec.kernels.quantize.triton_coded import write_tensor_scale
+from megatron_lowprec.kernels.quantize.triton_groups import quantize_groups
 from megatron_lowprec.kernels.tuning import Tuned
 
-_KEYS = ["rk0", "rk1", "ck0", "ck1"]
+_KEYS = ["rk0", "rk1", "ck0", "ck1", "row_scale_k0", "row_scale_k1", "col_scale_k0", "col_scale_k1"]
 _SPANS = ["m_start", "m_gate_offset", "m_gate_stride", "n_start", "n_gate_offset", "n_gate_stride"]
 
 
@@ -54,6 +55,10 @@ def _mx_kernel(
     rk1,
     ck0,
     ck1,
+    row_scale_k0,
+    row_scale_k1,
+    col_scale_k0,
+    col_scale_k1,
     rng_step_ptr,
     m_start,
     m_gate_offset,
@@ -118,6 +123,8 @@ def _mx_kernel(
             row_amax_ptr,
             rk0.to(tl.uint32, bitcast=True),
             rk1.to(tl.uint32, bitcast=True),
+            row_scale_k0.to(tl.uint32, bitcast=True),
+            row_scale_k1.to(tl.uint32, bitcast=True),
             step,
             microbatch,
             unit,
@@ -152,6 +159,8 @@ def _mx_kernel(
             col_amax_ptr,
             ck0.to(tl.uint32, bitcast=True),
             ck1.to(tl.uint32, bitcast=True),
+            col_scale_k0.to(tl.uint32, bitcast=True),
+            col_scale_k1.to(tl.uint32, bitcast=True),
             step,
             microbatch,
             unit,
@@ -199,12 +208,8 @@ def quantize_mx(
         codes: write codes and scale bytes, the layout of native GEMMs; else dequantized values, headroom included, but
             without the tensor's scale.
     """
-    if rule.block_rows > 1 and rows is not None:  # the values of x.T are those of x, and so is their layout here
-        found = quantize_mx(x, rule, columns=rows, rng_step=rng_step, spans=spans)
-        data, scale = found.columnwise_data, found.columnwise_tensor_scale
-        assert data is not None
-        found = found if columns is not None else MxCast()
-        return found._replace(rowwise_data=data.t(), rowwise_tensor_scale=scale)
+    if rule.block_rows > 1 and rows is not None:
+        return _square(x, rule, rows, columns, rng_step, spans)
     transforms = rows is not None and rows.signs is not None
     if transforms and columns is not None and rule.rounding == "stochastic" and not codes:
         # bound by arithmetic: two kernels with one group in registers each beat one kernel that reads less
@@ -227,6 +232,26 @@ def quantize_mx(
     return cast
 
 
+def _square(
+    x: torch.Tensor,
+    rule: MxRule,
+    rows: Direction,
+    columns: Direction | None,
+    rng_step: torch.Tensor,
+    spans: tuple[ShardSlice, ShardSlice],
+) -> MxCast:
+    """Square blocks for rows, and for columns if asked, by the kernel along columns, which writes the layout of x."""
+    way = rows if rule.shares_directions else rows._replace(lanes_first=True)
+    found = quantize_mx(x, rule, columns=way, rng_step=rng_step, spans=spans)
+    data, scale = found.columnwise_data, found.columnwise_tensor_scale
+    assert data is not None
+    if columns is None:
+        found = MxCast()
+    elif not rule.shares_directions:
+        found = quantize_mx(x, rule, columns=columns, rng_step=rng_step, spans=spans)
+    return found._replace(rowwise_data=data.t(), rowwise_tensor_scale=scale)
+
+
 def _mx_kernel_for(
     x: torch.Tensor, rule: MxRule, rows: Direction | None, columns: Direction | None, codes: bool
 ) -> "_MxKernel":
@@ -235,7 +260,8 @@ def _mx_kernel_for(
     packed = x.dtype == torch.bfloat16 and (x.shape[1] | x.stride(0) | x.data_ptr() // 2) % 2 == 0
     block = 0 if signs is None else signs.numel()
     plain = (rows is not None and of_rows is None) + 2 * (columns is not None and of_columns is None) if block else 0
-    key = (block, rows is not None, columns is not None, packed, codes, converts_fp8(x.device), plain)
+    lanes_first = columns is not None and columns.lanes_first
+    key = (block, rows is not None, columns is not None, packed, codes, converts_fp8(x.device), plain, lanes_first)
     found = rule.kernels.get(key)
     if found is None:
         found = rule.kernels[key] = _MxKernel(rule, *key)
@@ -254,9 +280,10 @@ class _MxKernel:
         packed: bool,
         codes: bool,
         converts: bool,
-        plain: int = 0,
+        plain: int,
+        lanes_first: bool,
     ) -> None:
-        constants = rule.constants(block, rows, columns, packed, codes, converts, plain)
+        constants = rule.constants(block, rows, columns, packed, codes, converts, plain, lanes_first)
         self._block, self._group, self._scales_tensor = rule.block, constants.GROUP, rule.target is not None
         self._pads = codes or (constants.HADAMARD and not plain & 2)  # a transform makes a group dense
         self._codes_a_byte = 0 if not codes else 2 if rule.fmt.bits == 4 else 1
@@ -328,6 +355,8 @@ class _MxKernel:
             *pitches,
             *rows.key,
             *columns.key,
+            *rows.scale_key,
+            *columns.scale_key,
             rng_step,
             *spans[0],
             *spans[1],

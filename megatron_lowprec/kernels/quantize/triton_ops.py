@@ -3,18 +3,14 @@
 import triton
 import triton.language as tl
 
-from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
 from megatron_lowprec.kernels.interpreted import INTERPRETED
-from megatron_lowprec.kernels.philox.triton import draw_bits
 from megatron_lowprec.kernels.quantize import rule
 
 # bit sets indexed by MX.RULE
 _DIVIDES = tl.constexpr(rule.rules_that("divides"))
 _ROUNDS_AMAX = tl.constexpr(rule.rules_that("rounds_amax"))
 _ROUNDS_UP = tl.constexpr(rule.rules_that("rounds_up"))
-_NOT_FLOOR = tl.constexpr(_DIVIDES.value | _ROUNDS_AMAX.value | _ROUNDS_UP.value)
-_CODED_DIVIDES = tl.constexpr(rule.rules_that("divides", "e4m3"))
-_FP32_MAX = tl.constexpr(3.4028234663852886e38)
+NOT_FLOOR = tl.constexpr(_DIVIDES.value | _ROUNDS_AMAX.value | _ROUNDS_UP.value)
 # named values of ROUNDING
 NEAREST_EVEN = tl.constexpr(rule.ROUNDINGS["nearest_even"])
 HALF_AWAY = tl.constexpr(rule.ROUNDINGS["half_away"])
@@ -53,57 +49,6 @@ def rounded_to(y, DTYPE: tl.constexpr):
         else:
             y = y.to(tl.bfloat16).to(tl.float32)
     return y
-
-
-@triton.jit
-def tensor_scale(amax_ptr, MX: tl.constexpr):
-    """Encode and decode scale of a tensor, fp32 [1, 1], from the amax at ``amax_ptr``; ``reference.tensor_scale``."""
-    amax = tl.load(amax_ptr + tl.zeros([1, 1], tl.int32))
-    target = tl.full([1, 1], MX.TARGET, tl.float32)
-    one = tl.full([1, 1], 1.0, tl.float32)
-    known = tl.where(amax == 0.0, target, amax)
-    if (_CODED_DIVIDES >> MX.RULE) & 1:
-        decode = tl.div_rn(known, target)
-        encode = tl.minimum(tl.div_rn(one, decode), _FP32_MAX)
-    else:
-        encode = tl.minimum(tl.div_rn(target, known), _FP32_MAX)
-        decode = tl.minimum(tl.div_rn(one, encode), _FP32_MAX)
-    finite = (amax.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
-    nan = tl.full([1, 1], 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
-    return tl.where(finite, encode, nan), tl.where(finite, decode, nan)
-
-
-@triton.jit
-def write_tensor_scale(out_ptr, amax_ptr, first, MX: tl.constexpr):
-    """Write a tensor's decode scale to ``out_ptr``, if there is one, in the ``first`` program."""
-    if MX.TARGET > 0:
-        _, decode = tensor_scale(amax_ptr, MX)
-        zero = tl.zeros([1, 1], tl.int32)
-        tl.store(out_ptr + zero, decode, mask=first & (zero == 0))
-
-
-@triton.jit
-def coded_scale(amax, amax_ptr, MX: tl.constexpr):
-    """Value and encode scale of each block's coded scale, fp32, from its amax, as ``reference.coded_scale``."""
-    encode_of_tensor = tl.full([1, 1], 1.0, tl.float32)
-    decode_of_tensor = encode_of_tensor
-    if MX.TARGET > 0:
-        encode_of_tensor, decode_of_tensor = tensor_scale(amax_ptr, MX)
-    if (_CODED_DIVIDES >> MX.RULE) & 1:
-        number = tl.div_rn(amax, tl.full(amax.shape, MX.MAX, tl.float32))
-        if MX.TARGET > 0:
-            number = tl.div_rn(number, tl.broadcast_to(decode_of_tensor, amax.shape))
-    else:
-        number = amax * (encode_of_tensor * (1.0 / MX.MAX))
-    value = round_to_grid(
-        number, number, 0, MX.SCALE_MANTISSA, MX.SCALE_MIN_EXPONENT, MX.SCALE_MAX, NEAREST_EVEN, 0, True
-    )
-    value = tl.where(number == number, value, number)
-    if (_CODED_DIVIDES >> MX.RULE) & 1:
-        encode = tl.div_rn(tl.broadcast_to(encode_of_tensor, amax.shape), value)
-    else:
-        encode = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), value * decode_of_tensor)
-    return value, tl.minimum(encode, _FP32_MAX)
 
 
 @triton.jit
@@ -194,87 +139,3 @@ def element_codes(
     field = (magnitude + tl.where(normal, 0.0, SMALLEST)).to(tl.int32, bitcast=True) >> (23 - MANTISSA)
     code = field - tl.where(normal, (MIN_EXPONENT + 126) << MANTISSA, (MIN_EXPONENT + 127) << MANTISSA)
     return tl.where(is_nan, NAN_CODE, code | (((bits >> 31) & 1) << (BITS - 1)))
-
-
-@triton.jit
-def quantize_groups(
-    y,
-    row,
-    first_column,
-    start,
-    gate_offset,
-    gate_stride,
-    signs_ptr,
-    amax_ptr,
-    key0,
-    key1,
-    step,
-    microbatch,
-    unit,
-    MX: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """[MX.GROUP, P] fp32, widened from DTYPE -> elements, and scale bytes, int32 [GROUP / BLOCK, P].
-
-    Elements are fp32 [GROUP, P], dequantized; or, with ``MX.CODE_BITS`` above 0, int32 codes of that width,
-    [GROUP, P], or uint8 [GROUP / 2, P] with two 4-bit codes a byte.
-    """
-    P: tl.constexpr = y.shape[1]
-    GROUP: tl.constexpr = MX.GROUP
-    BLOCKS: tl.constexpr = GROUP // MX.BLOCK
-    if HADAMARD:
-        y = transformed(y, signs_ptr, GROUP, MX.ROUNDS_TRANSFORM, DTYPE)
-    blocks = tl.reshape(y, [BLOCKS, MX.BLOCK, P])
-    amax = tl.reduce(tl.abs(blocks), 1, larger)
-    if MX.BLOCK_ROWS > 1:  # neighbours along P share a block
-        LANES: tl.constexpr = P // MX.BLOCK_ROWS
-        shared = amax_along(tl.reshape(amax, [BLOCKS, LANES, MX.BLOCK_ROWS]), 2)
-        amax = tl.reshape(tl.broadcast_to(shared, [BLOCKS, LANES, MX.BLOCK_ROWS]), [BLOCKS, P])
-    if MX.SCALE_MANTISSA > 0:
-        decode, encode = coded_scale(amax, amax_ptr, MX)
-        is_nan = decode != decode
-        byte = decode
-        if MX.CODE_BITS > 0:
-            byte = element_codes(decode, MX.SCALE_MANTISSA, MX.SCALE_MIN_EXPONENT, 8, MX.SCALE_NAN_CODE, is_nan)
-        v = blocks * encode[:, None, :]
-        if MX.HEADROOM != 1.0:
-            v = v * MX.HEADROOM
-    else:
-        byte = e8m0(amax, MX)
-        is_nan = byte == 255
-        # 2^(127 - byte) is the byte 254 - byte; 255 stays NaN
-        encode = power_of_two(tl.where(is_nan, 255, 254 - byte))
-        decode = power_of_two(byte)
-        v = blocks * (encode * MX.HEADROOM)[:, None, :]
-    if MX.ROUNDING == STOCHASTIC:
-        draws = tl.reshape(
-            draw_bits(row, first_column, key0, key1, step, microbatch, start, gate_offset, gate_stride, GROUP),
-            [GROUP // MX.BLOCK, MX.BLOCK, P],
-        )
-    else:
-        draws = tl.zeros([1, 1, 1], tl.uint32)
-    if MX.NATIVE and MX.MANTISSA == 3:
-        elements = v.to(tl.float8e4nv)
-    elif MX.NATIVE:
-        elements = v.to(tl.float8e5)
-    else:
-        # the floor rule scales below 2^(MAX_EXPONENT + 1): with enough headroom no entry saturates
-        ABOVE: tl.constexpr = MX.HEADROOM * 2.0 ** (MX.MAX_EXPONENT + 1) > MX.MAX
-        CODED: tl.constexpr = MX.SCALE_MANTISSA > 0
-        SATURATES: tl.constexpr = CODED or ((_NOT_FLOOR >> MX.RULE) & 1) != 0 or ABOVE
-        elements = round_to_grid(
-            v, draws, unit, MX.MANTISSA, MX.MIN_EXPONENT, MX.MAX, MX.ROUNDING, MX.RANDOM_BITS, SATURATES
-        )
-    if MX.CODE_BITS == 0:
-        out = tl.reshape(elements.to(tl.float32) * decode[:, None, :], [GROUP, P])
-    elif MX.NATIVE:
-        out = tl.reshape(elements.to(tl.uint8, bitcast=True), [GROUP, P])
-    else:
-        codes = element_codes(elements, MX.MANTISSA, MX.MIN_EXPONENT, MX.CODE_BITS, MX.NAN_CODE, is_nan[:, None, :])
-        if MX.CODE_BITS == 4:
-            low, high = tl.split(tl.permute(tl.reshape(codes, [GROUP // 2, 2, P]), (0, 2, 1)))
-            out = (low | (high << 4)).to(tl.uint8)
-        else:
-            out = tl.reshape(codes, [GROUP, P])  # the store converts them
-    return out, byte

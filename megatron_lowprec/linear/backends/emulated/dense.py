@@ -150,7 +150,9 @@ class EmulatedGemms(GemmBackend):
         transforms = [self.transform(gemm, rng_step) for gemm in (by_row, by_column)]
         if len({one.block for one in transforms if one is not None}) > 1:
             return False
-        return fuses_mx(matrix, mx_rule(spec, _transform_spec(*transforms)), _transform_block(*transforms))
+        rule = mx_rule(spec, _transform_spec(*transforms))
+        together = rule is not None and (rule.block_rows == 1 or rule.shares_directions)
+        return together and fuses_mx(matrix, rule, _transform_block(*transforms))
 
     def gemm(
         self,
@@ -233,7 +235,10 @@ class EmulatedGemms(GemmBackend):
 
     def _direction(self, name: str, tensor: str, transform: Transform | None, device: torch.device) -> Direction:
         signs = None if transform is None else transform.scaled_signs(device)
-        return Direction(Key.of(self.rounding[name, tensor].key), signs)
+        stream, spec = self.rounding[name, tensor], self.specs[name, tensor]
+        of_scales = spec is not None and spec.scale.rounding == "stochastic"
+        scale_key = Key.of(stream.of_scales().key) if of_scales else Key()
+        return Direction(Key.of(stream.key), signs, scale_key=scale_key)
 
     def reduction(self, name: str, tensor: str) -> Reduce | None:
         """Maximum over the ranks that share a current scale of an operand; None without such ranks."""

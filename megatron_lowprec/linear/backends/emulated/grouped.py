@@ -156,11 +156,14 @@ class GroupedEmulatedGemms(GroupedBackend):
             amax = op.amaxes_of_groups(sources, rule, columnwise=columnwise, signs=signs)
             reduce_amax = self._first.reduction(name, tensor)
             amax = amax if reduce_amax is None else reduce_amax(amax)
+        streams = [backend.rounding[name, tensor] for backend in self._backends]
+        of_scales = spec.scale.rounding == "stochastic"
         data, of_tensors = op.quantize_mx_groups(
             sources,
             rule,
             columnwise=columnwise,
-            keys=[Key.of(backend.rounding[name, tensor].key) for backend in self._backends],
+            keys=[Key.of(stream.key) for stream in streams],
+            scale_keys=[Key.of(stream.of_scales().key) for stream in streams] if of_scales else None,
             signs=signs,
             amax=amax,
             rng_step=on_device,

@@ -72,8 +72,6 @@ def _cublas() -> Any:
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     operand = [pointer, integer, integer]
     library.cublasSetPointerMode_v2.argtypes = [pointer, integer]
-    library.cublasGemmEx.argtypes = [
-        *(pointer, integer, integer, integer, integer, integer, pointer),
-        *(*operand, *operand, pointer, *operand, integer, integer),
-    ]
+    sizes = [integer] * 5
+    library.cublasGemmEx.argtypes = [pointer, *sizes, pointer, *operand, *operand, pointer, *operand, integer, integer]
     return library

@@ -18,16 +18,11 @@ from megatron_lowprec.kernels.philox.triton import place
 from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule, converts_fp8
 from megatron_lowprec.kernels.quantize.triton_coded import write_tensor_scale
 from megatron_lowprec.kernels.quantize.triton_groups import quantize_groups
+from megatron_lowprec.kernels.quantize.triton_ops import widened
 from megatron_lowprec.kernels.tuning import Tuned
 
 _KEYS = ["rk0", "rk1", "ck0", "ck1", "row_scale_k0", "row_scale_k1", "col_scale_k0", "col_scale_k1"]
 _SPANS = ["m_start", "m_gate_offset", "m_gate_stride", "n_start", "n_gate_offset", "n_gate_stride"]
-
-
-@triton.jit
-def _widened(words):
-    """int32 words of two bf16 numbers -> fp32, in a new last dimension."""
-    return tl.join((words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True))
 
 
 @triton.jit(
@@ -106,7 +101,7 @@ def _mx_kernel(
                 other=0,
             )
             words = tl.trans(tl.reshape(words, [P, GROUP // 2]))
-            y = tl.reshape(tl.permute(_widened(words), (0, 2, 1)), [GROUP, P])
+            y = tl.reshape(tl.permute(widened(words), (0, 2, 1)), [GROUP, P])
         else:
             x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
             y = tl.trans(tl.reshape(x, [P, GROUP])).to(tl.float32)
@@ -209,7 +204,7 @@ def quantize_mx(
             without the tensor's scale.
     """
     if rule.block_rows > 1 and rows is not None:
-        return _square(x, rule, rows, columns, rng_step, spans)
+        return _square(x, rule, rows, columns, rng_step=rng_step, spans=spans)
     transforms = rows is not None and rows.signs is not None
     if transforms and columns is not None and rule.rounding == "stochastic" and not codes:
         # bound by arithmetic: two kernels with one group in registers each beat one kernel that reads less
@@ -232,23 +227,16 @@ def quantize_mx(
     return cast
 
 
-def _square(
-    x: torch.Tensor,
-    rule: MxRule,
-    rows: Direction,
-    columns: Direction | None,
-    rng_step: torch.Tensor,
-    spans: tuple[ShardSlice, ShardSlice],
-) -> MxCast:
+def _square(x: torch.Tensor, rule: MxRule, rows: Direction, columns: Direction | None, **others: Any) -> MxCast:
     """Square blocks for rows, and for columns if asked, by the kernel along columns, which writes the layout of x."""
     way = rows if rule.shares_directions else rows._replace(lanes_first=True)
-    found = quantize_mx(x, rule, columns=way, rng_step=rng_step, spans=spans)
+    found = quantize_mx(x, rule, columns=way, **others)
     data, scale = found.columnwise_data, found.columnwise_tensor_scale
     assert data is not None
     if columns is None:
         found = MxCast()
     elif not rule.shares_directions:
-        found = quantize_mx(x, rule, columns=columns, rng_step=rng_step, spans=spans)
+        found = quantize_mx(x, rule, columns=columns, **others)
     return found._replace(rowwise_data=data.t(), rowwise_tensor_scale=scale)
 
 
@@ -313,7 +301,7 @@ class _MxKernel:
     ) -> tuple[MxCast, tuple[Any, ...]]:
         """Empty outputs and all launch arguments."""
         (M, N), device, share = x.shape, x.device, self._codes_a_byte
-        padded_M = _whole(M, self._group) if self._pads else M
+        padded_M = -(-M // self._group) * self._group if self._pads else M
         row_data = row_scale = column_data = column_scale = written = None
         if share:
             if rows is not None:
@@ -409,7 +397,3 @@ def _tilings(group: int, rows: bool, columns: bool, transformed: bool, stochasti
         if rows and group <= 32:
             others.append(_Tiling(group, 64, 1, limit))
     return tuple(dict.fromkeys((first, *others)))
-
-
-def _whole(length: int, group: int) -> int:
-    return -(-length // group) * group

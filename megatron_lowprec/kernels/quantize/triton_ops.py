@@ -18,6 +18,12 @@ STOCHASTIC = tl.constexpr(rule.ROUNDINGS["stochastic"])
 
 
 @triton.jit
+def widened(words):
+    """int32 words of two bf16 numbers -> fp32, in a new last dimension."""
+    return tl.join((words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def hadamard(y, signs, GROUP: tl.constexpr):
     """Butterflies of stride GROUP/2 ... 1 along dimension 0; each stage rotates the index's top bit to the bottom."""
     P: tl.constexpr = y.shape[1]

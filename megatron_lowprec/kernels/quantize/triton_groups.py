@@ -52,6 +52,13 @@ def quantize_groups(
         y = transformed(y, signs_ptr, GROUP, MX.ROUNDS_TRANSFORM, DTYPE)
     blocks = tl.reshape(y, [BLOCKS, MX.BLOCK, P])
     amax = amax_of_blocks(tl.abs(blocks), MX)
+    if MX.SCALE_MANTISSA == 0:
+        byte = e8m0(amax, MX)
+        is_nan = byte == 255
+        # 2^(127 - byte) is the byte 254 - byte; 255 stays NaN
+        encode = power_of_two(tl.where(is_nan, 255, 254 - byte))
+        decode = power_of_two(byte)
+        v = blocks * (encode * MX.HEADROOM)[:, None, :]
     if MX.ROUNDING == STOCHASTIC:
         draws = tl.reshape(
             draw_bits(row, first_column, key0, key1, step, microbatch, start, gate_offset, gate_stride, GROUP),
@@ -73,12 +80,6 @@ def quantize_groups(
         if MX.CODE_BITS > 0:
             byte = element_codes(decode, MX.SCALE_MANTISSA, MX.SCALE_MIN_EXPONENT, 8, MX.SCALE_NAN_CODE, is_nan)
     else:
-        byte = e8m0(amax, MX)
-        is_nan = byte == 255
-        # 2^(127 - byte) is the byte 254 - byte; 255 stays NaN
-        encode = power_of_two(tl.where(is_nan, 255, 254 - byte))
-        decode = power_of_two(byte)
-        v = blocks * (encode * MX.HEADROOM)[:, None, :]
         if MX.NATIVE and MX.MANTISSA == 3:
             elements = v.to(tl.float8e4nv)
         elif MX.NATIVE:

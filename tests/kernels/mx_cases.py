@@ -58,7 +58,8 @@ class Case:
     finite: bool = True  # the tensor's amax is that of its finite entries, as one from a history may be
 
     def __str__(self) -> str:
-        return "-".join(str(getattr(self, field.name)) for field in fields(self)).replace("torch.", "")
+        given = [field for field in fields(self) if getattr(self, field.name) != field.default]
+        return "-".join(f"{field.name}={getattr(self, field.name)}" for field in given).replace("torch.", "")
 
 
 def input_of(case: Case, device: str) -> torch.Tensor:

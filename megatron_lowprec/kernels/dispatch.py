@@ -26,11 +26,9 @@ from megatron_lowprec.kernels.multi_tensor_cast import reference as multi_tensor
 from megatron_lowprec.kernels.operand_stats import reference as operand_stats_reference
 from megatron_lowprec.kernels.packed_cast import reference as packed_cast_reference
 from megatron_lowprec.kernels.partial_cast import reference as partial_cast
+from megatron_lowprec.kernels.quantize.rule import MxRule
 from megatron_lowprec.kernels.scaled_adam import reference as scaled_adam
 from megatron_lowprec.kernels.transpose_codes import reference as transpose_codes_reference
-
-MX_BLOCKS = (16, 32, 64)
-"""Sizes of the blocks along the contracted dimension that the MX kernel is tested with."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,31 +54,30 @@ def arch_here() -> str:
     return arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def has_mx_kernel(device: str, block: tuple[int, int] | None, scale_format: str) -> bool:
-    """Whether ``kernels.quantize.triton`` supports the block, one row of MX_BLOCKS, on ``device`` ("cpu" or "cuda").
-
-    Args:
-        block: (rows, columns) that share a scale; None for granularity "row" or "tensor".
-    """
-    supported = scale_format == "e8m0" and block is not None and block[0] == 1 and block[1] in MX_BLOCKS
-    return device == "cuda" and supported and have_triton()
+def has_mx_kernel(device: str, rule: MxRule | None) -> bool:
+    """Whether ``kernels.quantize.triton`` quantizes by a rule on ``device`` ("cpu" or "cuda"); None for no rule."""
+    return device == "cuda" and rule is not None and have_triton()
 
 
-def fuses_mx(matrix: torch.Tensor, block: tuple[int, int] | None, scale_format: str, transform_block: int) -> bool:
+def fuses_mx(matrix: torch.Tensor, rule: MxRule | None, transform_block: int = 1, codes: bool = False) -> bool:
     """Whether the MX kernel supports a matrix: bf16 or fp32, contiguous in one dimension, whole groups along rows.
 
     Args:
         matrix: [R, K], contracted dimension last, or a transposed view.
+        rule: None for one that the kernel does not have.
         transform_block: block of its Hadamard transform, 1 without one.
+        codes: whether codes are asked for, instead of values.
     """
-    if not has_mx_kernel(matrix.device.type, block, scale_format):
+    if not has_mx_kernel(matrix.device.type, rule):
         return False
-    assert block is not None
-    if transform_block > 1 and transform_block % block[1]:  # a scale would span two transforms
+    assert rule is not None
+    if transform_block > 1 and transform_block % rule.block:  # a scale would span two transforms
+        return False
+    if rule.block_rows > 1 and (codes or transform_block > 1):
         return False
     if matrix.dtype not in (torch.bfloat16, torch.float32) or matrix.numel() == 0:
         return False
-    whole = matrix.shape[1] % max(block[1], transform_block) == 0
+    whole = matrix.shape[1] % max(rule.block, transform_block) == 0
     return whole if matrix.stride(1) == 1 else matrix.stride(0) == 1  # the kernel pads columns
 
 

@@ -36,6 +36,7 @@ from megatron_lowprec.mcore.rng_step import current_rng_step, set_rng_step
 from megatron_lowprec.mcore.token_dispatch import Fp8Dispatch
 from megatron_lowprec.quantization.amax_history import AmaxHistory, add_tensors, empty_histories
 from megatron_lowprec.quantization.device_rng_step import enter_rng_step
+from megatron_lowprec.quantization.quantizer import mx_rule
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
 from megatron_lowprec.recipe.coverage import check_activations, check_fp8_gather, check_rules, check_site
 from megatron_lowprec.recipe.explain import describe_phases
@@ -314,7 +315,7 @@ class RecipeRuntime:
         lines += [backend.header(names, arch_of(self.device)) for backend, names in self.backends.items()]
         specs = [spec for _, spec in self.recipe.specs()]
         operands = [quant for gemm in specs for quant in (gemm.input, gemm.weight, gemm.grad_output) if quant]
-        if any(has_mx_kernel(self.device.type, quant.block, quant.scale_format) for quant in operands):
+        if any(has_mx_kernel(self.device.type, mx_rule(quant)) for quant in operands):
             lines.append("MX operands by fused kernels: the first step compiles and tunes them, once a machine")
         elif any(backend.multiplies_codes for backend in self.backends):
             lines.append("FP8 operands by fused casts: the first step compiles and tunes them, once a machine")

@@ -19,12 +19,12 @@ from megatron_lowprec.kernels.quantize.reference import (
     quantize_operand,
     tensor_scale,
 )
-from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
+from megatron_lowprec.kernels.quantize.rule import MX_BLOCKS, Direction, MxRule
 from megatron_lowprec.quantization.device_rng_step import device_rng_step, refuse_capture
 from megatron_lowprec.quantization.random_stream import RandomStream
 from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
 from megatron_lowprec.quantization.transform import Transform, padded
-from megatron_lowprec.recipe.schema import QuantSpec
+from megatron_lowprec.recipe.schema import HadamardSpec, QuantSpec
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Returns the elementwise maximum of an amax over the ranks that hold parts of the tensor."""
@@ -81,10 +81,9 @@ def quantize(
     if isinstance(random, torch.Tensor):
         random = random.movedim(axis, -1).reshape(*random.shape[: random.dim() - x.dim()], *matrix.shape)
     stream = RandomStream((0, 0)) if random is None and not spec.random else random
-    of_tensor = None
-    if isinstance(stream, RandomStream) and fuses_mx(matrix, spec.block, spec.scale_format, 1):
+    if isinstance(stream, RandomStream) and fuses_mx(matrix, mx_rule(spec), codes=True):
         with torch.cuda.device_of(matrix):  # Triton starts kernels on the current device
-            codes, scale = _quantize_by_kernel(matrix, spec, stream)
+            codes, scale, of_tensor = _quantize_by_kernel(matrix, spec, stream)
         elements = decode(codes, FORMATS[spec.format]).to(x.dtype)
     else:
         elements, scale, of_tensor = quantize_by_reference(matrix, spec, random, group=group)
@@ -92,34 +91,81 @@ def quantize(
 
 
 @lru_cache(maxsize=64)
-def mx_rule(spec: QuantSpec) -> MxRule:
-    """The ``MxRule`` of a spec, for the fused MX kernel."""
-    assert spec.block is not None
-    fmt, block = FORMATS[spec.format], spec.block[1]
-    return MxRule(fmt, spec.scale_rule, spec.rounding, spec.random_bits, spec.headroom, block)
+def mx_rule(spec: QuantSpec, transform: HadamardSpec | None = None) -> MxRule | None:
+    """The ``MxRule`` of a spec behind a transform, for the fused MX kernel; None for what it does not quantize."""
+    if spec.block is None or spec.scale_format == "fp32" or spec.outer_block is not None:
+        return None
+    if spec.correction is not None and transform is None:
+        return None
+    random = "stochastic" in (spec.rounding, spec.scale.rounding)
+    (rows, block), square = spec.block, spec.block[0] == spec.block[1] and not random
+    if block not in MX_BLOCKS or not (rows == 1 or square):
+        return None
+    margin = spec.margin if spec.scaling == "delayed" else 0
+    return MxRule(
+        FORMATS[spec.format],
+        spec.scale_rule,
+        spec.rounding,
+        spec.random_bits,
+        spec.headroom,
+        block,
+        block_rows=rows,
+        scale_fmt=FORMATS.get(spec.scale_format),
+        target=None if spec.tensor_scale is None else spec.tensor_scale.target * 2.0**-margin,
+        rounds_transform=transform is not None and transform.output == "operand",
+        scale_rounding=spec.scale.rounding,
+        options=_coded_options(spec, None if transform is None else transform.block),
+    )
+
+
+def with_amaxes(
+    matrix: torch.Tensor,
+    rule: MxRule,
+    rows: Direction | None,
+    columns: Direction | None,
+    known: torch.Tensor | None = None,
+    reduce_amax: Reduce | None = None,
+) -> dict[str, Direction | None]:
+    """Arguments ``rows`` and ``columns`` of the fused kernel, with the amaxes that a tensor scale takes.
+
+    Args:
+        matrix: [M, N] as the kernel reads it.
+        known: fp32 of one entry, from a history; None to find them, in one read, over the ranks of ``reduce_amax``.
+    """
+    ways = {"rows": rows, "columns": columns}
+    if rule.target is None:
+        return ways
+    if known is None:
+        found = load("amax").operand_amaxes(matrix, **ways, rounds_transform=rule.rounds_transform)
+        of_rows, of_columns = (found if reduce_amax is None else reduce_amax(found)).split(1)
+    else:
+        of_rows = of_columns = known
+    amaxes = {"rows": of_rows, "columns": of_columns}
+    return {name: None if way is None else way._replace(amax=amaxes[name]) for name, way in ways.items()}
 
 
 def _quantize_by_kernel(
     matrix: torch.Tensor, spec: QuantSpec, random: RandomStream
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes, one an entry, and scale bytes of [R, K] by the fused kernel; K a multiple of the block."""
-    by_rows = matrix.stride(1) == 1
-    way = Direction(Key.of(random.key))
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Codes, one an entry, their scales and the tensor's of [R, K] by the fused kernel; K a multiple of the block."""
+    by_rows, rule = matrix.stride(1) == 1, mx_rule(spec)
+    assert rule is not None
+    way = Direction(Key.of(random.key), scale_key=Key.of(random.of_scales().key))
     spans = (random.row_span, random.column_span)
+    read = matrix if by_rows else matrix.t()
     cast = load("quantize").quantize_mx(
-        matrix if by_rows else matrix.t(),
-        mx_rule(spec),
-        rows=way if by_rows else None,
-        columns=None if by_rows else way,
+        read,
+        rule,
+        **with_amaxes(read, rule, way if by_rows else None, None if by_rows else way),
         rng_step=device_rng_step(random.rng_step, matrix.device),
         spans=spans if by_rows else spans[::-1],
         codes=True,
     )
-    codes, scale = cast[:2] if by_rows else cast[2:]
+    codes, scale, of_tensor = cast.direction(by_rows)
     assert codes is not None
     if FORMATS[spec.format].bits == 4:
         codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)
-    return codes[:, : matrix.shape[1]], scale
+    return codes[:, : matrix.shape[1]], scale, of_tensor
 
 
 def quantize_by_reference(

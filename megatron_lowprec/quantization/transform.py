@@ -66,7 +66,7 @@ class Transform:
         return transformed.to(matrix.dtype).float() if self.spec.output == "operand" else transformed
 
     def rounds(self, dtype: torch.dtype) -> bool:
-        """Whether entries of a matrix of this dtype are rounded after the transform, which no fused kernel does."""
+        """Whether entries of a matrix of this dtype are rounded after the transform."""
         return self.spec.output == "operand" and dtype != torch.float32
 
 

@@ -1,18 +1,30 @@
-"""Kernels that find the amax of what they write: norms, GELU, gradients of GELU and dropout.
+"""Kernels that find the amax of what they write (norms, GELU, gradients of GELU and dropout), or of operands.
 
 Run interpreted, and on a GPU.
 """
 
 from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import torch
 
 from megatron_lowprec.kernels.amax.reference import raise_to_amax
+from megatron_lowprec.kernels.quantize.rule import Direction
 from tests.kernels.interpreted import main
 
 SIZES = ((70, 96), (9, 1000), (3, 2056))
 # dtype of what is written, amax before: a smaller one is raised and a larger one stays
 STARTS = ((torch.bfloat16, 0.0), (torch.bfloat16, 1e6), (torch.float32, 0.0))
+
+# transform along rows and along columns (None: direction not asked for), whether it rounds, dtype, whether a NaN
+OPERANDS = (
+    (0, None, False, torch.bfloat16, False),
+    (0, 16, True, torch.bfloat16, False),
+    (16, 0, True, torch.bfloat16, True),
+    (None, 16, False, torch.bfloat16, False),
+    (64, 64, True, torch.float32, False),
+    (0, 0, False, torch.float32, True),
+)
 
 SUMS = ((1, 1, 40), (2, 70, 33), (1, 129, 64))
 
@@ -63,9 +75,34 @@ def sum_faults(device: str) -> Iterator[str]:
             yield f"sums over rows of {shape} as {dtype} differ"
 
 
+def operand_faults(device: str) -> Iterator[str]:
+    """Amaxes of operands behind transforms that are not the reference's; three programs share the tiles."""
+    from megatron_lowprec.kernels.amax import reference, triton
+
+    for rows, columns, rounds, dtype, broken in OPERANDS:
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(137, 576, generator=generator)
+        x[130, 570] = torch.nan if broken else 5.0
+        signs = {g: (torch.randint(0, 2, (g,), generator=generator) * 2.0 - 1.0) * g**-0.5 for g in (16, 64)}
+        ways: dict[str, Direction | None] = {
+            name: None if g is None else Direction(signs=signs[g].to(device) if g else None)
+            for name, g in (("rows", rows), ("columns", columns))
+        }
+        x = x.to(device, dtype)
+        with patch.object(triton, "_PROGRAMS", 3):
+            got = triton.operand_amaxes(x, **ways, rounds_transform=rounds)
+        want = reference.operand_amaxes(x, **ways, rounds_transform=rounds)
+        if not torch.equal(got.nan_to_num(-1.0), want.nan_to_num(-1.0)):
+            yield f"operands behind {rows} and {columns}, {dtype}: {got.tolist()}, not {want.tolist()}"
+
+
 def differences(device: str) -> tuple[int, list[str]]:
     """(cases, faults)"""
-    return len(SIZES) * len(STARTS) * 8 + 2 * len(SUMS), [*faults(device), *sum_faults(device)]
+    return len(SIZES) * len(STARTS) * 8 + 2 * len(SUMS) + len(OPERANDS), [
+        *faults(device),
+        *sum_faults(device),
+        *operand_faults(device),
+    ]
 
 
 if __name__ == "__main__":

@@ -18,12 +18,15 @@ from megatron_lowprec.kernels.grouped_gemm import reference as gemm_reference
 from megatron_lowprec.kernels.grouped_quantize import reference
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.kernels.quantize.coded_scale import PLAIN, CodedOptions
 from megatron_lowprec.kernels.quantize.rule import MxRule
 from tests.kernels.interpreted import main
 from tests.kernels.mx_cases import MOMENT, difference
 
 ROWS = (5, 0, 33, 70, 1, 0)
 SPANS = (ShardSlice(1 << 20, gate_offset=16, gate_stride=4096), ShardSlice(512))
+
+FOUR_OVER_SIX, EDEN = CodedOptions(four_over_six="mse"), CodedOptions(zero_code="one", group=32)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,12 @@ class Case:
     rounding: str
     block: int
     columnwise: bool
+    scale: str = "e8m0"
+    target: float | None = None
+    square: bool = False
+    rounds: bool = False
+    options: CodedOptions = PLAIN
+    scale_rounding: str = "nearest_even"
 
 
 CASES = [
@@ -46,6 +55,26 @@ CASES = [
     Case(96, torch.bfloat16, "e2m1", "floor", "stochastic", 64, columnwise=True),
     Case(64, torch.float32, "e2m1", "floor", "stochastic", 0, columnwise=True),
     Case(128, torch.float32, "e2m1", "even", "nearest_even", 32, columnwise=False),
+    Case(48, torch.bfloat16, "e2m1", "product", "stochastic", 16, True, "e4m3", 2688.0, rounds=True),
+    Case(48, torch.bfloat16, "e2m1", "product", "nearest_even", 0, False, "e4m3", 2688.0),
+    Case(48, torch.bfloat16, "e2m1", "product", "nearest_even", 0, False, "e4m3", 2688.0, square=True),
+    Case(64, torch.float32, "e2m1", "quotient", "nearest_even", 16, False, "ue5m3", 2688.0),
+    Case(48, torch.bfloat16, "e2m1", "base", "nearest_even", 0, False, "e4m3", 1536.0, True, options=FOUR_OVER_SIX),
+    Case(
+        48,
+        torch.bfloat16,
+        "e2m1",
+        "divided",
+        "nearest_even",
+        32,
+        True,
+        "e4m3",
+        1536.0,
+        False,
+        False,
+        EDEN,
+        "stochastic",
+    ),
 ]
 
 
@@ -59,7 +88,19 @@ def operand_differences(case: Case, device: str) -> list[str]:
     sources[3][7, 5], sources[0][1, 40] = torch.inf, torch.nan
     sources = [source.to(device, case.dtype) for source in sources]
     headroom = 0.75 if case.rounding == "stochastic" else 1.0
-    rule = MxRule(FORMATS[case.fmt], case.scale_rule, case.rounding, headroom=headroom)
+    rule = MxRule(
+        FORMATS[case.fmt],
+        case.scale_rule,
+        case.rounding,
+        headroom=headroom,
+        block=32 if case.scale == "e8m0" else 16,
+        block_rows=16 if case.square else 1,
+        scale_fmt=FORMATS.get(case.scale),
+        target=case.target,
+        rounds_transform=case.rounds,
+        scale_rounding=case.scale_rounding,
+        options=case.options,
+    )
     rng_step = torch.tensor(MOMENT, dtype=torch.int32, device=device)
     keys = [Key.of((0x9E3779B9 * (i + 1) & 0xFFFFFFFF, i)) for i in range(len(ROWS))]
     signs, found = None, []
@@ -67,12 +108,29 @@ def operand_differences(case: Case, device: str) -> list[str]:
         signs = reference.scaled_signs_of_groups(keys, rng_step, case.block)
         drawn = triton.scaled_signs_of_groups(keys, rng_step, case.block)
         found += difference(f"signs of {case}", drawn == signs, drawn, signs)
-    want, got = (
+    amaxes = [
+        module.amaxes_of_groups(sources, rule, columnwise=case.columnwise, signs=signs)
+        for module in (reference, triton)
+    ]
+    same = (amaxes[0] == amaxes[1]) | (amaxes[0].isnan() & amaxes[1].isnan())
+    found += difference(f"amaxes of {case}", same, amaxes[1], amaxes[0])
+    (want, want_scales), (got, scales) = (
         module.quantize_mx_groups(
-            sources, rule, columnwise=case.columnwise, keys=keys, signs=signs, rng_step=rng_step, spans=SPANS
+            sources,
+            rule,
+            columnwise=case.columnwise,
+            keys=keys,
+            signs=signs,
+            amax=amaxes[0],
+            scale_keys=keys[::-1],
+            rng_step=rng_step,
+            spans=SPANS,
         )
         for module in (reference, triton)
     )
+    if want_scales is not None and scales is not None:
+        same = (scales == want_scales) | (scales.isnan() & want_scales.isnan())
+        found += difference(f"tensor scales of {case}", same, scales, want_scales)
     if got.shape != want.shape:
         return [*found, f"{case}: {tuple(got.shape)} instead of {tuple(want.shape)}"]
     bits = torch.int16 if case.dtype == torch.bfloat16 else torch.int32
@@ -109,20 +167,23 @@ def _product_differences(device: str, rows: Sequence[int], n: int, k: int, dtype
     generator = torch.Generator().manual_seed(0)
     a = integers(sum(rows), k)
     found = []
-    for b in ([integers(n, k) for _ in rows], [integers(k, n).t() for _ in rows]):
-        want, got = (module.grouped_gemm(a, b, rows, alpha=0.5, out_dtype=dtype) for module in (gemm_reference, triton))
+    of_groups = torch.exp2(torch.arange(len(rows), device=device) - 2.0)
+    for alpha, b in ((0.5, [integers(n, k) for _ in rows]), (of_groups, [integers(k, n).t() for _ in rows])):
+        want, got = (
+            module.grouped_gemm(a, b, rows, alpha=alpha, out_dtype=dtype) for module in (gemm_reference, triton)
+        )
         found += difference(f"product [{n}, {k}], strides {b[0].stride()}", got == want, got, want)
     dy, some, every = integers(sum(rows), n), [i % 2 == 0 for i in range(len(rows))], [True] * len(rows)
-    for total_dtype, writes, offset in (
-        (torch.float32, some, 0),
-        (torch.float32, some, 1),  # as gradients that follow one another without padding
-        (torch.float32, every, 0),
-        (torch.bfloat16, every, 0),
+    for total_dtype, writes, offset, alpha in (
+        (torch.float32, some, 0, 0.5),
+        (torch.float32, some, 1, of_groups),  # as gradients that follow one another without padding
+        (torch.float32, every, 0, 0.5),
+        (torch.bfloat16, every, 0, 0.5),
     ):
         room = torch.full((2, len(rows) * n * k + offset), 7.0, dtype=total_dtype, device=device)
         totals = [list(each[offset:].view(-1, n, k).unbind()) for each in room]
         for module, own in zip((gemm_reference, triton), totals, strict=True):
-            module.grouped_wgrad_(dy, a, rows, own, alpha=0.5, overwrite=writes)
+            module.grouped_wgrad_(dy, a, rows, own, alpha=alpha, overwrite=writes)
         want, got = torch.stack(totals[0]), torch.stack(totals[1])
         found += difference(f"weight gradient [{n}, {k}], {total_dtype}", got == want, got, want)
     return found

@@ -6,18 +6,25 @@ is imported, and prints what differs.
 
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import product
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from megatron_lowprec.formats import ELEMENT_FORMATS, FORMATS
+from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
-from megatron_lowprec.kernels.quantize.reference import e8m0_decode_scale, encode, quantize_operand, scale_blocks
+from megatron_lowprec.kernels.quantize.coded_scale import PLAIN, CodedOptions
+from megatron_lowprec.kernels.quantize.reference import encode, quantize_operand, scale_blocks, tensor_scale
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep, stream_key
+from megatron_lowprec.quantization.tensor import as_numbers
+from megatron_lowprec.recipe.quant_spec import ScaleSpec, TensorScaleSpec
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, QuantSpec
 from megatron_lowprec.scaling import scale_rules
 
 MOMENT = RngStep(70_000, 3)
@@ -41,16 +48,27 @@ class Case:
     sharded: bool = False
     mx: int = 32  # entries that share a scale
     codes: bool = False  # codes and scale bytes in the place of dequantized operands
+    scale: str = "e8m0"
+    target: float = 0.0  # of a tensor scale above coded ones; 0 for none
+    square: bool = False  # blocks of as many rows
+    plain: str = ""  # ways without the transform
+    rounds: bool = False  # transformed values are rounded to the operand's dtype
+    options: CodedOptions = PLAIN
+    scale_rounding: str = "nearest_even"
+    finite: bool = True  # the tensor's amax is that of its finite entries, as one from a history may be
 
     def __str__(self) -> str:
-        return "-".join(str(getattr(self, field.name)) for field in fields(self)).replace("torch.", "")
+        given = [field for field in fields(self) if getattr(self, field.name) != field.default]
+        return "-".join(f"{field.name}={getattr(self, field.name)}" for field in given).replace("torch.", "")
 
 
 def input_of(case: Case, device: str) -> torch.Tensor:
     """Normal numbers over 24 binades, and zeros of both signs, ties, Inf, NaN, huge and tiny numbers, a zero block."""
     generator = torch.Generator().manual_seed(case.rows * 1000 + case.columns)
     shape = (case.rows, case.columns)
-    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-12, 12, shape, generator=generator).float())
+    spread = 1 if case.options.four_over_six else 12  # more would leave one entry in a block
+    x = torch.randn(shape, generator=generator)
+    x *= torch.exp2(torch.randint(-spread, spread, shape, generator=generator).float())
     x = x.to(case.dtype)
     edge = torch.tensor([0.0, -0.0, torch.inf, torch.nan, 1e-40, -1e-38, 3e38, 6.0, 0.25, -0.25, 2.5, 5.0, -torch.inf])
     where = torch.randperm(x.numel(), generator=generator)[: 3 * edge.numel()]
@@ -67,10 +85,10 @@ def differences(case: Case, device: str) -> list[str]:
 
     x, fmt = input_of(case, device), FORMATS[case.fmt]
     spans = SPANS if case.sharded else (WHOLE, WHOLE)
-    headroom = 0.75 if case.rounding == "stochastic" else 1.0
+    headroom = 0.75 if case.rounding == "stochastic" and case.options == PLAIN else 1.0
     rng_step = torch.tensor(MOMENT, dtype=torch.int32, device=device)
     directions: dict[str, Direction] = {}
-    wanted: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    wanted: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
     for way in case.ways:
         signs_key = stream_key(1, "sign", layer=2, linear="x", gemm=way)
         row_span, column_span = spans if way == "r" else spans[::-1]
@@ -78,35 +96,67 @@ def differences(case: Case, device: str) -> list[str]:
             stream_key(1, "rounding", layer=2, linear="x", gemm=way, operand=way), MOMENT, row_span, column_span
         )
         # drawn in the second place of a launch for two, as a layer has them
-        scaled = scaled_signs((Key(), Key.of(signs_key)), rng_step, case.block)[1] if case.block else None
-        directions[way] = Direction(Key.of(stream.key), scaled)
+        block = 0 if way in case.plain else case.block
+        scaled = scaled_signs((Key(), Key.of(signs_key)), rng_step, block)[1] if block else None
         matrix = x if way == "r" else x.t()
-        matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % (case.block or case.mx)))
-        signs = RandomStream(signs_key, MOMENT).signs(case.block, x.device) if case.block else None
+        if not case.square:
+            matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % (case.block or case.mx)))
+        signs = RandomStream(signs_key, MOMENT).signs(block, x.device) if block else None
+        if block and case.rounds:
+            matrix, signs = hadamard_transform(matrix, signs).to(case.dtype), None
+        amax = of_tensor = None
+        if case.target:
+            entries = matrix.float() if signs is None else hadamard_transform(matrix, signs)
+            if case.finite:
+                entries = entries.nan_to_num(0.0, 0.0, 0.0)
+            amax = entries.abs().amax().view(1)
+            of_tensor = tensor_scale(amax.view(1, 1), case.target, case.rule, largest=case.options.largest(fmt))
+            assert case.rounding == "stochastic" or case.finite == bool(of_tensor.decode.isfinite())
+        of_scales = stream.of_scales()
+        directions[way] = Direction(Key.of(stream.key), scaled, amax, Key.of(of_scales.key))
         elements, scale = quantize_operand(
             matrix,
             fmt,
-            (1, case.mx),
-            scale_format="e8m0",
+            (case.mx if case.square else 1, case.mx),
+            scale_format=case.scale,
+            of_tensor=of_tensor,
             scale_rule=case.rule,
             rounding=case.rounding,
             headroom=headroom,
             signs=signs,
             uniform=stream.uniform(matrix.shape[1], case.random_bits, x.device),
+            scale_rounding=case.scale_rounding,
+            scale_uniform=of_scales.uniform(matrix.shape[1], case.random_bits, x.device),
+            options=case.options,
         )
-        wanted[way] = (
-            elements,
-            scale,
-            scale_blocks(elements.float(), e8m0_decode_scale(scale), (1, case.mx)).to(x.dtype),
-        )
-    rule = MxRule(fmt, case.rule, case.rounding, case.random_bits, headroom, case.mx)
+        values = scale_blocks(elements.float(), as_numbers(scale, case.scale), (case.mx if case.square else 1, case.mx))
+        wanted[way] = (elements, scale, values.to(x.dtype), None if of_tensor is None else of_tensor.decode)
+    rule = MxRule(
+        fmt,
+        case.rule,
+        case.rounding,
+        case.random_bits,
+        headroom,
+        case.mx,
+        block_rows=case.mx if case.square else 1,
+        scale_fmt=FORMATS.get(case.scale),
+        target=case.target or None,
+        rounds_transform=case.rounds,
+        scale_rounding=case.scale_rounding,
+        options=case.options,
+    )
     ways = {"rows": directions.get("r"), "columns": directions.get("c"), "rng_step": rng_step, "spans": spans}
     lines = []
     made = quantize_mx(x, rule, **ways, codes=case.codes)  # type: ignore[arg-type]
-    for way, out, out_scale in (
-        ("r", made.rowwise_data, made.rowwise_scale),
-        ("c", made.columnwise_data, made.columnwise_scale),
+    for way, out, out_scale, of_tensor in (
+        ("r", made.rowwise_data, made.rowwise_scale, made.rowwise_tensor_scale),
+        ("c", made.columnwise_data, made.columnwise_scale, made.columnwise_tensor_scale),
     ):
+        want = None if out is None else wanted[way][3]
+        assert (want is None) == (of_tensor is None)
+        if want is not None and of_tensor is not None:
+            same = (of_tensor == want) | (of_tensor.isnan() & want.isnan())
+            lines += difference(f"{case} tensor scale along {way}", same, of_tensor, want)
         if out is not None and not case.codes:
             out = out if way == "r" else out.t()
             want = wanted[way][2] if way == "r" else wanted[way][2].t()[: out.shape[0]]
@@ -115,7 +165,7 @@ def differences(case: Case, device: str) -> list[str]:
             lines += difference(f"{case} along {way}", same, out, want)
         elif out is not None:
             assert out_scale is not None
-            elements, scale, _ = wanted[way]
+            elements, scale = wanted[way][:2]
             codes, want = out, encode(elements, fmt)
             if fmt.bits == 4:
                 codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)
@@ -150,8 +200,45 @@ def small_cases() -> list[Case]:
         Case(37, 64, bf16, "e5m2", "even", "nearest_even", 0, "c", codes=True),
         Case(37, 64, bf16, "e2m1", "floor", "stochastic", 64, "rc", mx=16, codes=True),
         Case(37, 64, fp32, "e3m2", "ceil", "nearest_even", 0, "r", codes=True),
+        *nvfp4_cases(),
     ]
     return cases + [Case(37, 64, fp32, *row, "nearest_even", 0, "rc", codes=True) for row in uncovered(cases)]
+
+
+def nvfp4_cases() -> list[Case]:
+    """Coded scales, tensor scales, transforms of one direction and square blocks: each branch once."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    nvfp4, nearest, sr = ("e2m1", "product"), "nearest_even", "stochastic"
+    scales: dict[str, Any] = {"mx": 16, "scale": "e4m3", "target": 2688.0}
+    return [
+        Case(37, 128, bf16, *nvfp4, nearest, 0, "r", **scales),
+        Case(37, 128, bf16, *nvfp4, sr, 16, "rc", plain="r", rounds=True, sharded=True, **scales),
+        Case(37, 64, bf16, *nvfp4, nearest, 16, "rc", plain="r", rounds=True, codes=True, **scales),
+        Case(37, 64, fp32, *nvfp4, nearest, 0, "c", codes=True, finite=False, **scales),
+        Case(37, 104, bf16, *nvfp4, nearest, 0, "rc", square=True, **scales),
+        Case(37, 64, bf16, "e1m2", "quotient", sr, 0, "c", random_bits=8, **(scales | {"scale": "ue4m3"})),
+        Case(37, 64, bf16, "e2m1", "quotient", nearest, 0, "rc", codes=True, mx=16, scale="ue5m3"),
+        Case(70, 64, bf16, "e4m3", "round_up", nearest, 0, "rc", square=True),
+        *rival_cases(),
+    ]
+
+
+def rival_cases() -> list[Case]:
+    """Four-over-six by each measure, in square blocks too, scales that are not 0, and corrections."""
+    bf16, nearest, sr = torch.bfloat16, "nearest_even", "stochastic"
+    scales: dict[str, Any] = {"mx": 16, "scale": "e4m3"}
+    mse, largest = CodedOptions(four_over_six="mse"), CodedOptions(4.0, "abs_max", "flush")
+    eden = CodedOptions(6 / (17 / 16 * 0.93), zero_code="one", group=32)
+    target = 255.99 * eden.largest(FORMATS["e2m1"])
+    corrected: dict[str, Any] = {"target": target, "options": eden, "scale_rounding": sr}
+    return [
+        Case(37, 64, bf16, "e2m1", "base", nearest, 0, "rc", target=1536.0, options=mse, codes=True, **scales),
+        Case(37, 72, bf16, "e2m1", "base", nearest, 0, "rc", target=1536.0, options=mse, square=True, **scales),
+        Case(37, 64, bf16, "e2m1", "divided", sr, 16, "c", target=1536.0, options=CodedOptions(None, "mae"), **scales),
+        Case(37, 72, bf16, "e2m1", "product", nearest, 0, "rc", options=largest, square=True, **scales),
+        Case(37, 64, bf16, "e2m1", "divided", nearest, 32, "rc", sharded=True, **corrected, **scales),
+        Case(37, 64, bf16, "e2m1", "product", nearest, 0, "r", scale_rounding=sr, random_bits=8, codes=True, **scales),
+    ]
 
 
 def uncovered(cases: list[Case]) -> list[tuple[str, str]]:
@@ -188,12 +275,49 @@ def gpu_cases() -> list[Case]:
         Case(333, 256, bf16, "e2m1", "floor", "stochastic", block, "rc", mx=mx, codes=codes)
         for mx, block, codes in product((16, 64), (0, 64), (False, True))
     ]
+    cases += [
+        replace(case, rows=rows, columns=columns)
+        for case, (rows, columns) in product(nvfp4_cases(), ((333, 512), (1000, 1040)))
+    ]
     return cases + [Case(333, 256, bf16, *row, "nearest_even", 0, "rc", codes=True) for row in uncovered(cases)]
+
+
+def nvfp4_recipe() -> Recipe:
+    """TransformerEngine's NVFP4."""
+    by_row = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
+    square, drawn = replace(by_row, granularity="16x16"), replace(by_row, rounding="stochastic")
+    return Recipe(
+        "nvfp4_here",
+        "",
+        fprop=GemmSpec(input=by_row, weight=square),
+        dgrad=GemmSpec(grad_output=drawn, weight=square),
+        wgrad=GemmSpec(grad_output=drawn, input=by_row, hadamard=HadamardSpec(16, signs="nvfp4", output="operand")),
+    )
+
+
+def quartet2_recipe() -> Recipe:
+    """Quartet II but for the size of its transform: four-over-six, then corrected scales of fprop's operands."""
+    forward = QuantSpec(
+        "e2m1",
+        scale=ScaleSpec("1x16", "e4m3", "divided", four_over_six="mse", zero_code="one"),
+        tensor_scale=TensorScaleSpec(1536.0),
+    )
+    scale = ScaleSpec("1x16", "e4m3", "divided", "stochastic", block_target=6 / (17 / 16 * 0.93), zero_code="one")
+    backward = replace(forward, scale=scale, correction="eden")
+    again, transform = replace(backward, source="fprop"), HadamardSpec(32)
+    return Recipe(
+        "quartet2_here",
+        "",
+        fprop=GemmSpec(input=forward, weight=forward),
+        dgrad=GemmSpec(grad_output=backward, weight=again, hadamard=transform),
+        wgrad=GemmSpec(grad_output=backward, input=again, hadamard=transform),
+    )
 
 
 def linear_differences() -> list[str]:
     """A layer's GEMMs with operands by the interpreted kernel and by the reference: the host's side of the path."""
-    from megatron_lowprec.linear.backends.emulated import dense
+    from megatron_lowprec.kernels import dispatch
+    from megatron_lowprec.kernels.quantize import triton
     from megatron_lowprec.linear.linear_gemms import LinearGemms
     from megatron_lowprec.linear.linear_id import LinearId
     from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -203,26 +327,38 @@ def linear_differences() -> list[str]:
     x, w, dy = (torch.randn(size, generator=generator).bfloat16() for size in ((70, 128), (192, 128), (70, 192)))
     place = LinearId(3, "mlp.linear_fc1", spans={"O": ShardSlice(192, gate_offset=96, gate_stride=192)}, split="O")
     lines = []
-    for name in ("mxfp4_rht_sr", "mxfp4_sr", "mxfp8"):
+    for recipe, launches in (
+        (get_recipe("mxfp4_rht_sr"), 5),  # a call for both directions of dy makes one for each
+        (quartet2_recipe(), 7),  # twice for the operands of fprop that dgrad and wgrad take
+        (get_recipe("mxfp8"), 5),
+        (nvfp4_recipe(), 5),  # one for the weight, along columns, serves both GEMMs and is made by another
+    ):
 
-        def products(name: str = name) -> list[torch.Tensor]:
-            run = LinearGemms(get_recipe(name), place, 1, AmaxHistory)
+        def products(recipe: Recipe = recipe) -> list[torch.Tensor]:
+            run = LinearGemms(recipe, place, 1, AmaxHistory, lambda amax: amax * 1.5, cache_weights=True)
             both = run.grad_output(dy, MOMENT)
             total = torch.zeros(192, 128)
             return [run.fprop(x, w, MOMENT), run.dgrad(both, w, MOMENT), run.wgrad(both, x, MOMENT, total)]
 
-        want = products()
-        with patch.object(dense, "fuses_mx", side_effect=lambda matrix, block, *_: block == (1, 32)) as chosen:
+        want, quantize_mx = products(), triton.quantize_mx
+        fused = patch.object(dispatch, "has_mx_kernel", lambda _, rule: rule is not None)
+        with fused, patch.object(triton, "quantize_mx", side_effect=quantize_mx) as taken:
             got = products()
-        lines += [] if chosen.called else [f"{name}: no operand was offered to the fused path"]
+        if taken.call_count != launches:
+            lines.append(f"{recipe.name}: {taken.call_count} launches of the fused kernel instead of {launches}")
         lines += [
-            f"{name}: {gemm} differs" for gemm, a, b in zip("fdw", got, want, strict=True) if not torch.equal(a, b)
+            f"{recipe.name}: {gemm} differs"
+            for gemm, a, b in zip("fdw", got, want, strict=True)
+            if not torch.equal(a, b)
         ]
     return lines
 
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
+    from tests.kernels import block_sum_kernel
+
     found = [line for case in small_cases() for line in differences(case, "cpu")] + linear_differences()
+    found += block_sum_kernel.differences("cpu")
     print(*found, f"{len(small_cases())} cases compared", sep="\n")
     sys.exit(bool(found))

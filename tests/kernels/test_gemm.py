@@ -1,11 +1,14 @@
 """Products: where scales, alpha and the one rounding come, bit by bit on sums that fp32 holds exactly."""
 
+import ctypes
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.gemm import device_alpha
 from megatron_lowprec.kernels.gemm.reference import gemm
 from tests.kernels.exact import magnitudes
 
@@ -194,3 +197,57 @@ def test_nothing_to_contract_gives_zeros(accumulate: bool) -> None:
     total = torch.ones(3, 2) if accumulate else None
     got = gemm(torch.zeros(3, 0), torch.zeros(2, 0), out_dtype=torch.float32, accumulate_into=total)
     assert got.tolist() == torch.full((3, 2), float(accumulate)).tolist()
+
+
+class ColumnMajor:
+    """cuBLAS's two functions on a CPU, by their documentation: matrices by columns, alpha and beta behind pointers."""
+
+    def __init__(self) -> None:
+        self.modes: list[int] = []
+
+    def cublasSetPointerMode_v2(self, handle: int, mode: int) -> int:  # noqa: N802
+        self.modes.append(mode)
+        return 0
+
+    def cublasGemmEx(self, handle: int, op_a: int, op_b: int, m: int, n: int, k: int, *rest: int) -> int:  # noqa: N802
+        alpha, a, a_type, a_pitch, b, b_type, b_pitch, beta, c, c_type, c_pitch, compute, _ = rest
+        assert (self.modes[-1], compute) == (1, 68)
+
+        def matrix(pointer: int, kind: int, pitch: int, rows: int, columns: int) -> torch.Tensor:
+            dtype = {0: torch.float32, 14: torch.bfloat16}[kind]
+            count = pitch * (columns - 1) + rows
+            memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer)
+            return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (1, pitch))
+
+        left = matrix(a, a_type, a_pitch, *((k, m) if op_a else (m, k)))
+        right = matrix(b, b_type, b_pitch, *((n, k) if op_b else (k, n)))
+        product = (left.t() if op_a else left).double() @ (right.t() if op_b else right).double()
+        factors = [ctypes.c_float.from_address(pointer).value for pointer in (alpha, beta)]
+        out = matrix(c, c_type, c_pitch, m, n)
+        out.copy_((product.float() * factors[0] + (out * factors[1] if factors[1] else 0)).to(out.dtype))
+        return 0
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_alpha_on_the_device_multiplies_the_fp32_sum(
+    device: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operands stored by rows and by columns, written, added and rounded once; cuBLAS is left as torch has it."""
+    library = ColumnMajor()
+    if device == "cpu":
+        monkeypatch.setattr(device_alpha, "_cublas", lambda: library)
+        monkeypatch.setattr(device_alpha, "takes", lambda *_: True)
+        monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
+    alpha = torch.full((1, 1), 1 / 3, device=device)
+    for a_by_rows, b_by_rows in product((True, False), repeat=2):
+        a, b = (fp4(rows, 64, generator).bfloat16().to(device) for rows in (24, 40))
+        exact = exact_product(a, b).float() * alpha
+        a, b = a if a_by_rows else a.t().contiguous().t(), b if b_by_rows else b.t().contiguous().t()
+        assert torch.equal(gemm(a, b, alpha=alpha, out_dtype=torch.bfloat16), exact.bfloat16())
+        total = torch.ones(24, 40, device=device)
+        for overwrite, want in ((True, exact), (False, exact + exact)):
+            got = gemm(a, b, alpha=alpha, out_dtype=torch.bfloat16, accumulate_into=total, overwrite=overwrite)
+            assert got is total
+            torch.testing.assert_close(total, want, rtol=2.0**-22, atol=0.0)  # a GPU may add without rounding first
+    assert device != "cpu" or library.modes == [1, 0] * 12
+    assert torch.equal(torch.mm(a, b.t()), exact_product(a, b).bfloat16())

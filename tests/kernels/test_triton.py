@@ -1,16 +1,38 @@
 """The fused MX kernel gives the reference's bits: interpreted here, compiled where there is a GPU."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
 from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.registry import get_recipe
 from tests.kernels.interpreted import assert_no_differences
-from tests.kernels.mx_cases import Case, differences, gpu_cases, small_cases
+from tests.kernels.mx_cases import Case, differences, gpu_cases, nvfp4_recipe, small_cases
+
+gpu_recipes = pytest.mark.parametrize("recipe", [get_recipe("mxfp4_rht_sr"), nvfp4_recipe()], ids=lambda one: one.name)
 
 
 @pytest.mark.slow
 def test_interpreted_kernel_equals_the_reference() -> None:
     assert f"{len(small_cases())} cases compared" in assert_no_differences("tests.kernels.mx_cases")
+
+
+def test_a_kernel_compiled_for_one_pitch_of_codes_does_not_serve_another() -> None:
+    """Triton takes a pitch that is a multiple of 16 for one: rows of 32 codes of 4 bits are, rows of 48 are not."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from megatron_lowprec.formats import FORMATS
+    from megatron_lowprec.kernels.launch import Specialized
+    from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
+    from megatron_lowprec.kernels.quantize.triton import quantize_mx
+
+    rule, rng_step = MxRule(FORMATS["e2m1"], "floor", block=16), torch.zeros(2, dtype=torch.int32)
+    with patch.object(Specialized, "launch") as launch:
+        for columns in (32, 48):
+            quantize_mx(torch.zeros(16, columns).bfloat16(), rule, rows=Direction(), rng_step=rng_step, codes=True)
+    keys = [call.args[3] for call in launch.call_args_list]
+    assert keys[0] != keys[1]
 
 
 @pytest.mark.gpu
@@ -20,16 +42,23 @@ def test_compiled_kernel_equals_the_reference(case: Case) -> None:
 
 
 @pytest.mark.gpu
-def test_linear_on_a_gpu_takes_the_fused_path_and_gives_the_cpu_operands() -> None:
+def test_sums_of_square_blocks_have_the_order_of_the_reference() -> None:
+    from tests.kernels import block_sum_kernel
+
+    assert block_sum_kernel.differences("cuda") == []
+
+
+@pytest.mark.gpu
+@gpu_recipes
+def test_linear_on_a_gpu_takes_the_fused_path_and_gives_the_cpu_operands(recipe: Recipe) -> None:
     """The dispatch itself: operands made on a GPU, by kernels, equal those made on a CPU, by the reference."""
     from megatron_lowprec.linear.backends.protocol import CastRequest
     from megatron_lowprec.linear.linear_gemms import LinearGemms
     from megatron_lowprec.linear.linear_id import LinearId
     from megatron_lowprec.quantization.amax_history import AmaxHistory
     from megatron_lowprec.quantization.random_stream import RngStep
-    from megatron_lowprec.recipe.registry import get_recipe
 
-    backend = LinearGemms(get_recipe("mxfp4_rht_sr"), LinearId(1, "linear"), 0, AmaxHistory).backends.built("emulated")
+    backend = LinearGemms(recipe, LinearId(1, "linear"), 0, AmaxHistory).backends.built("emulated")
     x = torch.randn(70, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
 
     def quantized(device: str, rowwise: bool, columnwise: bool) -> QuantizedTensor:
@@ -46,19 +75,19 @@ def test_linear_on_a_gpu_takes_the_fused_path_and_gives_the_cpu_operands() -> No
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_draws_anew_in_each_replay() -> None:
+@gpu_recipes
+def test_a_captured_graph_draws_anew_in_each_replay(recipe: Recipe) -> None:
     """Signs and draws of a replay are those of the moment entered before it, bit for bit."""
     from megatron_lowprec.linear.linear_gemms import LinearGemms
     from megatron_lowprec.linear.linear_id import LinearId
     from megatron_lowprec.quantization.amax_history import AmaxHistory
     from megatron_lowprec.quantization.device_rng_step import enter_rng_step
     from megatron_lowprec.quantization.random_stream import RngStep
-    from megatron_lowprec.recipe.registry import get_recipe
 
     device = torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator(device).manual_seed(0)
     dy, x, w = (torch.randn(s, device=device, generator=generator).bfloat16() for s in ((96, 128), (96, 64), (128, 64)))
-    linear_gemms = LinearGemms(get_recipe("mxfp4_rht_sr"), LinearId(1, "linear"), 0, AmaxHistory)
+    linear_gemms = LinearGemms(recipe, LinearId(1, "linear"), 0, AmaxHistory)
 
     def backward(rng_step: RngStep) -> tuple[torch.Tensor, torch.Tensor]:
         both = linear_gemms.grad_output(dy, rng_step)

@@ -25,10 +25,12 @@ from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.token_rows import pack_rows, unpack_rows
 from megatron_lowprec.recipe.coverage import primary_weight_spec
 from megatron_lowprec.recipe.registry import get_recipe
+from tests.kernels.mx_cases import nvfp4_recipe
 
 STEP = RngStep(0, 0)
 TOKENS, IN, OUT = (5, 0, 150, 32), 128, 256
 ROUNDED = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-18}  # sums of another order, rounded once
+NVFP4 = nvfp4_recipe()
 SHARD = {"O": ShardSlice(256, gate_offset=128, gate_stride=256)}
 
 
@@ -53,7 +55,11 @@ def passes(name: str, accumulates: bool, saves: bool = True, primary: bool = Fal
     """Two microbatches through the experts of one layer; ``primary`` for FP8 primary weights."""
     experts = [
         LinearGemms(
-            get_recipe(name), LinearId(3, "fc1", expert, spans=SHARD, split="O"), 1, AmaxHistory, cache_weights=True
+            NVFP4 if name == NVFP4.name else get_recipe(name),
+            LinearId(3, "fc1", expert, spans=SHARD, split="O"),
+            1,
+            AmaxHistory,
+            cache_weights=True,
         )
         for expert in range(4)
     ]
@@ -84,7 +90,7 @@ def passes(name: str, accumulates: bool, saves: bool = True, primary: bool = Fal
 @pytest.mark.parametrize("accumulates", [True, False])
 @pytest.mark.parametrize(
     ("name", "products"),
-    [("bf16", 3), ("mxfp8", 3), ("mxfp4_sr", 3), ("mxfp4_rht_sr", 3), ("fp8_mxfp4_rht_sr", 2)],
+    [("bf16", 3), ("mxfp8", 3), ("mxfp4_sr", 3), ("mxfp4_rht_sr", 3), ("fp8_mxfp4_rht_sr", 2), ("nvfp4_here", 3)],
 )
 def test_grouped_ops_compute_what_the_loop_does(name: str, products: int, accumulates: bool) -> None:
     want = passes(name, accumulates)

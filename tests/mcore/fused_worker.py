@@ -356,7 +356,9 @@ def five_calls_to_a_launch() -> None:
     x = torch.randn(SEQUENCE, BATCH, HIDDEN, device=DEVICE).bfloat16()
     with native(), contextlib.ExitStack() as stack:
         if DEVICE == "cpu":
-            stack.enter_context(patch("megatron_lowprec.linear.backends.emulated.dense.fuses_mx", lambda *_: True))
+            stack.enter_context(
+                patch("megatron_lowprec.kernels.dispatch.has_mx_kernel", lambda _, rule: rule is not None)
+            )
         for recipe in ("fp8_delayed", "fp8_current", "mxfp8"):
             layer = build("gpt", True, recipe, torch.bfloat16).decoder.layers[0].self_attention.linear_qkv
             paths.clear()

@@ -71,8 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
         parts[name].add_argument("--peers", type=names, default=[], help=f"libraries beside it: {','.join(known)}")
     quantize = parts["quantize"]
     quantize.add_argument("--sizes", default="8192x4096,8192x16384,16384x8192", help="ROWSxCOLUMNS, without --shapes")
-    quantize.add_argument("--formats", type=names, default=["e2m1", "e4m3"])
-    quantize.add_argument("--kinds", type=names, default=["nearest", "sr", "rht64", "rht64+sr"])
+    quantize.add_argument("--formats", type=names, default=["e2m1", "e4m3", "nvfp4"])
+    quantize.add_argument(
+        "--kinds", type=names, default=["nearest", "sr", "rht64", "rht64+sr", "h16", "h16+sr", "square"]
+    )
     quantize.add_argument("--directions", type=names, default=["rows", "columns", "both"])
     for name, warm_up, iterations in (("step", 5, 20), ("scaling", 5, 15), ("megatron_lm", 10, 20)):
         parts[name].add_argument("--micro-batch", type=int, help="sequences per GPU (default: the model's)")

@@ -90,7 +90,7 @@ def compiling(arch: int, done: Callable[[Any, Any], None]) -> Iterator[None]:
 
 def count(variant: Variant, arch: int) -> list[Row]:
     """One row for each tiling of a variant: instructions an entry, in all and by class."""
-    label = {"format": variant.spec.format, "kind": variant.kind, "direction": variant.direction}
+    label = {"format": variant.format, "kind": variant.kind, "direction": variant.direction}
     code: list[str] = []
     rows: list[Row] = []
 
@@ -110,7 +110,8 @@ def count(variant: Variant, arch: int) -> list[Row]:
         return tilings[0]
 
     x = torch.zeros(1024, 2048, dtype=torch.bfloat16)
-    signs = {way: torch.ones(variant.group) for way in variant.directions} if variant.group else {}
+    transforms = {way: variant.transform(way) for way in variant.directions}
+    signs = {way: torch.ones(transform.block) for way, transform in transforms.items() if transform is not None}
     with (
         compiling(arch, done),
         patch.multiple("megatron_lowprec.kernels.tuning", LARGE_ENOUGH=0, fastest=every_tiling),

@@ -1,6 +1,7 @@
-"""Bandwidth of the MX quantizers, bf16 in and dequantized bf16 out, as a share of a plain copy's.
+"""Bandwidth of the quantizers in blocks, bf16 in and dequantized bf16 out, as a share of a plain copy's.
 
-Bytes are the minimum that a variant must move: the input read once, each output written once. A variant is timed only
+Bytes are the minimum that a variant must move: the input read once, and once more for the tensor scale of NVFP4, each
+output written once. A variant is timed only
 if its bits equal the reference's on this machine.
 """
 
@@ -11,16 +12,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.philox.key import Key
-from megatron_lowprec.kernels.quantize.reference import quantize_operand
-from megatron_lowprec.kernels.quantize.rule import Direction
+from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 from megatron_lowprec.quantization.device_rng_step import device_rng_step
-from megatron_lowprec.quantization.quantizer import mx_rule
+from megatron_lowprec.quantization.quantizer import mx_rule, quantize_by_reference, with_amaxes
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
+from megatron_lowprec.quantization.transform import Transform
+from megatron_lowprec.recipe.quant_spec import HadamardSpec, TensorScaleSpec
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
 from megatron_lowprec.recipe.schema import QuantSpec
 from megatron_lowprec.text_tables import Column, Row, named
@@ -28,8 +28,8 @@ from tools.bench.measure import Bench, Copy, Timing, cycle_inputs, errors_as_fau
 from tools.bench.report import Report, spread_columns
 from tools.bench.shapes import linears
 
-FORMAT_NAMES = ("e2m1", "e4m3")
-KINDS = ("nearest", "sr", "rht64", "rht64+sr")
+FORMAT_NAMES = ("e2m1", "e4m3", "nvfp4")
+KINDS = ("nearest", "sr", "rht64", "rht64+sr", "h16", "h16+sr", "square")
 DIRECTIONS = ("rows", "columns", "both")
 COLUMNS = (
     *named("format", "kind", "direction", "size"),
@@ -39,6 +39,7 @@ COLUMNS = (
     Column("of_same_copy", "of same-size copy", ".1%"),
 )
 
+NVFP4 = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
 _RNG_STEP = RngStep(3, 1)
 _KEYS = {"rows": (0x2468ACE1, 0x13579BDF), "columns": (0x0F1E2D3C, 0xF00DCAFE)}
 _SIGN_KEYS = {"rows": (0x11111111, 0x22222222), "columns": (0x33333333, 0x44444444)}
@@ -50,85 +51,89 @@ _CHECKED_SIZES = ((777, 1024), (2048, 512))
 class Variant:
     """One variant of the quantizer."""
 
+    format: str
     kind: str
     direction: str
     spec: QuantSpec
 
-    @property
-    def group(self) -> int | None:
-        """Block size of the Hadamard transform."""
-        return 64 if self.kind.startswith("rht64") else None
+    def transform(self, way: str) -> HadamardSpec | None:
+        """The Hadamard transform along "rows" or "columns": NVFP4's, of 16 entries, is along columns only."""
+        if self.kind.startswith("h16"):
+            return HadamardSpec(16, signs="nvfp4", output="operand") if way == "columns" else None
+        return HadamardSpec(64) if self.kind.startswith("rht64") else None
 
     @property
     def directions(self) -> tuple[str, ...]:
         """The operands that it writes."""
         return ("rows", "columns") if self.direction == "both" else (self.direction,)
 
+    @property
+    def rule(self) -> MxRule:
+        """Of the kernel."""
+        rule = mx_rule(self.spec, next(filter(None, map(self.transform, self.directions)), None))
+        assert rule is not None
+        return rule
+
     def moved_bytes(self, entries: int) -> int:
-        """Bytes read once and written once per direction."""
-        return 2 * entries * (1 + len(self.directions))
+        """Bytes read once, or twice for an amax, and written once per direction; square blocks share one output."""
+        reads = 1 if self.spec.tensor_scale is None else 2
+        return 2 * entries * (reads + (1 if self.kind == "square" else len(self.directions)))
 
 
 def variants(formats: Sequence[str], kinds: Sequence[str], directions: Sequence[str]) -> list[Variant]:
-    """All combinations, with the specs of the recipes ``mxfp4``, ``mxfp4_sr`` and ``mxfp8``."""
+    """All combinations that a recipe has: ``mxfp4``, ``mxfp4_sr`` and ``mxfp8``, and operands of NVFP4."""
+    specs = {"e2m1": MXFP4, "e4m3": MXFP8, "nvfp4": NVFP4}
 
     def spec(name: str, kind: str) -> QuantSpec:
-        stochastic = kind.endswith("sr")
-        if name == "e2m1":
-            return MXFP4_SR if stochastic else MXFP4
-        return replace(MXFP8, rounding="stochastic") if stochastic else MXFP8
+        if kind == "square":
+            return replace(specs[name], granularity="16x16")
+        if not kind.endswith("sr"):
+            return specs[name]
+        return MXFP4_SR if name == "e2m1" else replace(specs[name], rounding="stochastic")
 
-    return [Variant(kind, way, spec(name, kind)) for name in formats for kind in kinds for way in directions]
+    def exists(name: str, kind: str, way: str) -> bool:
+        only_nvfp4 = kind.startswith("h16") or kind == "square"
+        other = kind.startswith("rht64")
+        return not (other if name == "nvfp4" else only_nvfp4) and not (kind.startswith("h16") and way == "rows")
+
+    found = [(name, kind, way) for name in formats for kind in kinds for way in directions if exists(name, kind, way)]
+    return [Variant(name, kind, way, spec(name, kind)) for name, kind, way in found]
 
 
 def run_kernel(x: torch.Tensor, variant: Variant, signs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One call of the fused kernel, which is timed. ``signs``: precomputed scaled signs by direction."""
+    """One call of the fused kernel, and of that for the amaxes, timed. ``signs``: scaled signs by direction."""
     from megatron_lowprec.kernels.quantize.triton import quantize_mx
 
     ways = {way: Direction(Key.of(_KEYS[way]), signs.get(way)) for way in variant.directions}
+    rule = variant.rule
     cast = quantize_mx(
         x,
-        mx_rule(variant.spec),
-        rows=ways.get("rows"),
-        columns=ways.get("columns"),
+        rule,
+        **with_amaxes(x, rule, ways.get("rows"), ways.get("columns")),
         rng_step=device_rng_step(_RNG_STEP, x.device),
     )
     found = {"rows": cast.rowwise_data, "columns": None if cast.columnwise_data is None else cast.columnwise_data.t()}
     return {way: out for way, out in found.items() if out is not None}
 
 
-def kernel_signs(variant: Variant, device: torch.device) -> dict[str, torch.Tensor]:
-    """Scaled signs of each direction; empty without a transform."""
-    from megatron_lowprec.kernels.hadamard.triton import scaled_signs
+def transform_of(variant: Variant, way: str) -> Transform | None:
+    """The transform of a direction, with its draw of signs."""
+    spec = variant.transform(way)
+    return None if spec is None else Transform(spec, RandomStream(_SIGN_KEYS[way]), _RNG_STEP)
 
-    if variant.group is None:
-        return {}
-    keys = tuple(Key.of(_SIGN_KEYS[way]) for way in variant.directions)
-    signs = scaled_signs(keys, device_rng_step(_RNG_STEP, device), variant.group)
-    return dict(zip(variant.directions, signs, strict=True))
+
+def kernel_signs(variant: Variant, device: torch.device) -> dict[str, torch.Tensor]:
+    """Scaled signs of each transformed direction."""
+    found = {way: transform_of(variant, way) for way in variant.directions}
+    return {way: transform.scaled_signs(device) for way, transform in found.items() if transform is not None}
 
 
 def run_reference(x: torch.Tensor, variant: Variant, way: str) -> torch.Tensor:
     """The same operand by the reference, in the layout of x; along columns with the padding that a transform fills."""
-    spec = variant.spec
+    stream, transform = RandomStream(_KEYS[way], _RNG_STEP), transform_of(variant, way)
     matrix = x.t() if way == "columns" else x
-    signs = None
-    if variant.group is not None:
-        signs = RandomStream(_SIGN_KEYS[way], _RNG_STEP).signs(variant.group, x.device)
-        matrix = pad(matrix, (0, -matrix.shape[1] % variant.group))
-    elements, _ = quantize_operand(
-        matrix,
-        FORMATS[spec.format],
-        (1, 32),
-        scale_format="e8m0",
-        scale_rule=spec.scale_rule,
-        rounding=spec.rounding,
-        headroom=spec.headroom,
-        signs=signs,
-        uniform=RandomStream(_KEYS[way], _RNG_STEP).uniform(matrix.shape[1], spec.random_bits, x.device),
-        dequantize=True,
-    )
-    return elements.t() if way == "columns" else elements
+    made = quantize_by_reference(matrix, variant.spec, stream, transform, dequantize=True).data.to(x.dtype)
+    return made.t() if way == "columns" else made
 
 
 @errors_as_faults
@@ -190,7 +195,7 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     faults = {}
     for variant in variants(args.formats, args.kinds, args.directions):
         faults[variant] = fault(variant, bench.device, generator)
-        report.progress(f"{variant.spec.format} {variant.kind} {variant.direction}: {faults[variant] or 'bits agree'}")
+        report.progress(f"{variant.format} {variant.kind} {variant.direction}: {faults[variant] or 'bits agree'}")
     sound = [variant for variant, reason in faults.items() if reason is None]
     timed = {size: _timed(size, sound, args, bench, generator) for size in sizes_of(args)}
     again = bench.copy(args.copy_bytes)
@@ -200,7 +205,7 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     for size, (same, timings) in timed.items():
         copies["{}x{} bf16".format(*size)] = same
         for variant, reason in faults.items():
-            row = {"format": variant.spec.format, "kind": variant.kind, "direction": variant.direction}
+            row = {"format": variant.format, "kind": variant.kind, "direction": variant.direction}
             row["size"] = "{}x{}".format(*size)
             if reason is None:
                 rows.append(row | _row(variant.moved_bytes(size[0] * size[1]), timings[variant], best, same))

@@ -5,6 +5,8 @@ from functools import lru_cache
 
 import torch
 
+from megatron_lowprec.kernels.gemm import device_alpha
+
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """[M, K], [N, K] elements -> fp32 [M, N], their product contracted over K."""
 
@@ -47,6 +49,11 @@ def gemm(
         if accumulate_into is not None:
             return _accumulate(a, b, alpha, accumulate_into, overwrite)
         return _product(a, b, alpha, out_dtype)
+    if a_scale is None and b_scale is None and product is None and device_alpha.takes(a, b, out_dtype):
+        assert isinstance(alpha, torch.Tensor)
+        if accumulate_into is not None:
+            return device_alpha.product_(a, b, alpha, accumulate_into, add=not overwrite)
+        return device_alpha.product_(a, b, alpha, a.new_empty(len(a), len(b), dtype=out_dtype), add=False)
     total: torch.Tensor | None = None
     sides = ((a, a_scale, a_block, 0), (b, b_scale, b_block, 1))
     for k in _k_slices(a.shape[1], (a_scale, a_block), (b_scale, b_block)):
@@ -100,7 +107,9 @@ def _k_slices(length: int, *sides: tuple[torch.Tensor | None, tuple[int, int]]) 
     steps = {block[1] for scale, block in sides if scale is not None and scale.shape[1] > 1}
     if len(steps) > 1:
         raise ValueError(f"both operands must have equal blocks along the contracted dimension, got {sorted(steps)}")
-    step = steps.pop() if steps else length
+    if not steps:  # K may be 0: an expert without tokens
+        return [slice(0, length)]
+    step = steps.pop()
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 

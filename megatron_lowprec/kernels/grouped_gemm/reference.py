@@ -8,7 +8,12 @@ from megatron_lowprec.kernels.gemm.reference import gemm
 
 
 def grouped_gemm(
-    a: torch.Tensor, b: Sequence[torch.Tensor], rows: Sequence[int], *, alpha: float, out_dtype: torch.dtype
+    a: torch.Tensor,
+    b: Sequence[torch.Tensor],
+    rows: Sequence[int],
+    *,
+    alpha: float | torch.Tensor,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """``alpha * a @ b.T`` of each group's rows of a, [T, N], summed in fp32 and rounded once.
 
@@ -16,9 +21,14 @@ def grouped_gemm(
         a: bf16 [T, K], contiguous, sorted by group.
         b: bf16 [N, K] of each group, of one layout: contiguous, or a transposed view of a contiguous matrix.
         rows: rows of each group; their sum is T.
+        alpha: a number, or fp32 [groups] on the operands' device.
     """
-    parts = zip(a.split(list(rows)), b, strict=True)
-    return torch.cat([gemm(own, other, alpha=alpha, out_dtype=out_dtype) for own, other in parts])
+    parts = zip(a.split(list(rows)), b, _alphas(alpha, rows), strict=True)
+    return torch.cat([gemm(own, other, alpha=factor, out_dtype=out_dtype) for own, other, factor in parts])
+
+
+def _alphas(alpha: float | torch.Tensor, rows: Sequence[int]) -> Sequence[float | torch.Tensor]:
+    return [alpha] * len(rows) if isinstance(alpha, float) else list(alpha.unbind())
 
 
 def grouped_wgrad_(
@@ -27,7 +37,7 @@ def grouped_wgrad_(
     rows: Sequence[int],
     totals: Sequence[torch.Tensor],
     *,
-    alpha: float,
+    alpha: float | torch.Tensor,
     overwrite: Sequence[bool],
 ) -> None:
     """``total += alpha * a.T @ b`` over each group's rows, in fp32; written instead of added where ``overwrite``.
@@ -36,12 +46,14 @@ def grouped_wgrad_(
         a: bf16 [T, M], contiguous, sorted by group.
         b: bf16 [T, N], likewise.
         rows: rows of each group, also 0; their sum is T.
+        alpha: as in ``grouped_gemm``.
         totals: [M, N] of each group, contiguous: fp32; or of any dtype, rounded once, where all are overwritten.
     """
     size = list(rows)
-    for own, other, total, writes in zip(a.split(size), b.split(size), totals, overwrite, strict=True):
+    parts = zip(a.split(size), b.split(size), totals, overwrite, _alphas(alpha, rows), strict=True)
+    for own, other, total, writes, factor in parts:
         if total.dtype == torch.float32:
-            gemm(own.t(), other.t(), alpha=alpha, out_dtype=a.dtype, accumulate_into=total, overwrite=writes)
+            gemm(own.t(), other.t(), alpha=factor, out_dtype=a.dtype, accumulate_into=total, overwrite=writes)
         else:
             assert writes
-            total.copy_(gemm(own.t(), other.t(), alpha=alpha, out_dtype=total.dtype))
+            total.copy_(gemm(own.t(), other.t(), alpha=factor, out_dtype=total.dtype))

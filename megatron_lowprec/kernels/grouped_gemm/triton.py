@@ -49,6 +49,7 @@ def _grouped_gemm_kernel(
     stride_n,
     stride_k,
     alpha,
+    ALPHAS: tl.constexpr,
     ELEMENT: tl.constexpr,
     EVEN: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -59,7 +60,7 @@ def _grouped_gemm_kernel(
 ):
     """Table, int64 [4, GROUPS]: address of b, rows, first row, first tile.
 
-    EVEN: N and K are multiples of the tile's.
+    ALPHAS: ``alpha`` points to one a group. EVEN: N and K are multiples of the tile's.
     """
     tiles_n = tl.cdiv(N, BN)
     row_tile = tl.program_id(0) // tiles_n
@@ -87,6 +88,8 @@ def _grouped_gemm_kernel(
         total = tl.dot(a, b, total)
         a_tile += BK
         b_tile += BK * stride_k
+    if ALPHAS:
+        alpha = tl.load(alpha + matrix)
     out = (total * alpha).to(out_ptr.dtype.element_ty)
     out_tile = out_ptr + first_row * N + first_n
     tl.store(out_tile + m[:, None] * N + n[None, :], out, mask=(m < M)[:, None] & (first_n + n < N)[None, :])
@@ -100,6 +103,7 @@ def _grouped_wgrad_kernel(
     M,
     N,
     alpha,
+    ALPHAS: tl.constexpr,
     TOTAL: tl.constexpr,
     ADDS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -111,8 +115,8 @@ def _grouped_wgrad_kernel(
 ):
     """Table, int64 [4, GROUPS]: address of the total, rows, first row, whether it is overwritten.
 
-    ADDS: some total is not overwritten. ALIGNED: all of them begin at multiples of 16 bytes. EVEN: M and N are
-    multiples of the tile's.
+    ALPHAS: ``alpha`` points to one a group. ADDS: some total is not overwritten. ALIGNED: all of them begin at
+    multiples of 16 bytes. EVEN: M and N are multiples of the tile's.
     """
     tiles_n = tl.cdiv(N, BN)
     tiles = tl.cdiv(M, BM) * tiles_n
@@ -148,6 +152,8 @@ def _grouped_wgrad_kernel(
         b_tile += BK * N
     at = total_ptr + first_m.to(tl.int64) * N + first_n + m[:, None] * N + n[None, :]
     mask = in_m[:, None] & in_n[None, :]
+    if ALPHAS:
+        alpha = tl.load(alpha + matrix)
     product *= alpha
     if ADDS:
         adds = tl.load(table_ptr + 3 * GROUPS + matrix) == 0
@@ -161,7 +167,12 @@ def _tuned(name: str, dtype: torch.dtype) -> Tuned[Tiling]:
 
 
 def grouped_gemm(
-    a: torch.Tensor, b: Sequence[torch.Tensor], rows: Sequence[int], *, alpha: float, out_dtype: torch.dtype
+    a: torch.Tensor,
+    b: Sequence[torch.Tensor],
+    rows: Sequence[int],
+    *,
+    alpha: float | torch.Tensor,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """As the reference."""
     (T, K), (N, _), device = a.shape, b[0].shape, a.device
@@ -182,6 +193,7 @@ def grouped_gemm(
             K,
             *b[0].stride(),
             alpha,
+            ALPHAS=isinstance(alpha, torch.Tensor),
             ELEMENT=_DTYPES[a.dtype],
             EVEN=N % tiling.BN == 0 and K % tiling.BK == 0,
             GROUPS=len(b),
@@ -204,7 +216,7 @@ def grouped_wgrad_(
     rows: Sequence[int],
     totals: Sequence[torch.Tensor],
     *,
-    alpha: float,
+    alpha: float | torch.Tensor,
     overwrite: Sequence[bool],
 ) -> None:
     """As the reference."""
@@ -219,6 +231,7 @@ def grouped_wgrad_(
             M,
             N,
             alpha,
+            ALPHAS=isinstance(alpha, torch.Tensor),
             TOTAL=_DTYPES[totals[0].dtype],
             ADDS=not all(overwrites),
             ALIGNED=all(address % 16 == 0 for address in addresses),

@@ -12,12 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_lowprec.kernels.amax.triton_ops import amax_along, raise_to_amax
 from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.philox.triton import draw_bits, place
 from megatron_lowprec.kernels.quantize.rule import MxRule, converts_fp8
-from megatron_lowprec.kernels.quantize.triton_ops import quantize_groups
+from megatron_lowprec.kernels.quantize.triton_coded import write_tensor_scale
+from megatron_lowprec.kernels.quantize.triton_groups import quantize_groups
+from megatron_lowprec.kernels.quantize.triton_ops import transformed
 
 _SPANS = ["m_start", "m_gate_offset", "m_gate_stride", "n_start", "n_gate_offset", "n_gate_stride"]
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -31,11 +34,68 @@ def group_of(first_tile_ptr, tile, GROUPS: tl.constexpr, PADDED: tl.constexpr):
     return tl.sum((first <= tile).to(tl.int32)) - 1
 
 
+@triton.jit
+def _source_of(table_ptr, tile, BM: tl.constexpr, ELEMENT: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr):
+    """The matrix with a tile of rows, by the table's first four rows: its number, address, rows, and the tile's first.
+
+    Table, int64 [4, GROUPS]: address, rows, first row of the output, first tile.
+    """
+    matrix = group_of(table_ptr + 3 * GROUPS, tile, GROUPS, PADDED)
+    x_ptr = tl.multiple_of(tl.load(table_ptr + matrix).to(tl.pointer_type(ELEMENT)), 16)
+    M = tl.load(table_ptr + GROUPS + matrix).to(tl.int32)
+    first_m = (tile - tl.load(table_ptr + 3 * GROUPS + matrix).to(tl.int32)) * BM
+    return matrix, x_ptr, M, first_m
+
+
+@triton.jit
+def _columns_of(x, TALL: tl.constexpr, GROUP: tl.constexpr):
+    """[TALL * GROUP, BN] -> groups along columns, fp32 [GROUP, TALL * BN]."""
+    BN: tl.constexpr = x.shape[1]
+    groups = tl.permute(tl.reshape(x, [TALL, GROUP, BN]), (1, 0, 2))
+    return tl.reshape(groups, [GROUP, TALL * BN]).to(tl.float32)
+
+
+@triton.jit
+def _amaxes_of_groups_kernel(
+    amax_ptr,
+    table_ptr,
+    signs_ptr,
+    N,
+    ALONG_ROWS: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Table as in ``_source_of``."""
+    tiles_n = tl.cdiv(N, BN)
+    matrix, x_ptr, M, first_m = _source_of(table_ptr, tl.program_id(0) // tiles_n, BM, ELEMENT, GROUPS, PADDED)
+    rows = first_m + tl.arange(0, BM)
+    cols = (tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN)
+    offsets = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    x = tl.load(x_ptr + offsets, mask=(rows < M)[:, None] & (cols < N)[None, :], other=0.0)
+    if HADAMARD:
+        if ALONG_ROWS:
+            y = tl.trans(tl.reshape(x, [BM * BN // GROUP, GROUP])).to(tl.float32)
+        else:
+            y = _columns_of(x, BM // GROUP, GROUP)
+        y = transformed(y, signs_ptr + matrix * GROUP, GROUP, ROUNDS, ELEMENT)
+    else:
+        y = x.to(tl.float32)
+    raise_to_amax(amax_ptr + matrix, amax_along(tl.abs(y), 0))
+
+
 @triton.jit(do_not_specialize=[*_SPANS, "unit"])
 def _grouped_mx_kernel(
     out_ptr,
+    tensor_scale_ptr,
     table_ptr,
     signs_ptr,
+    amax_ptr,
     N,
     rng_step_ptr,
     m_start,
@@ -52,18 +112,18 @@ def _grouped_mx_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Table, int64 [6, GROUPS]: address, rows, first row of the output, first tile, and two words of the key."""
+    """Table, int64 [8, GROUPS]: as in ``_source_of``, two words of the key, and two of that of scales."""
     GROUP: tl.constexpr = MX.GROUP
     tiles_n = tl.cdiv(N, BN)
-    row_tile = tl.program_id(0) // tiles_n
     first_n = (tl.program_id(0) % tiles_n) * BN
-    matrix = group_of(table_ptr + 3 * GROUPS, row_tile, GROUPS, PADDED)
-    x_ptr = tl.multiple_of(tl.load(table_ptr + matrix).to(tl.pointer_type(ELEMENT)), 16)
-    M = tl.load(table_ptr + GROUPS + matrix).to(tl.int32)
+    matrix, x_ptr, M, first_m = _source_of(table_ptr, tl.program_id(0) // tiles_n, BM, ELEMENT, GROUPS, PADDED)
     out_ptr += tl.load(table_ptr + 2 * GROUPS + matrix) * N
-    first_m = (row_tile - tl.load(table_ptr + 3 * GROUPS + matrix).to(tl.int32)) * BM
+    amax_ptr += matrix
+    write_tensor_scale(tensor_scale_ptr + matrix, amax_ptr, (first_m == 0) & (first_n == 0), MX)
     key0 = tl.load(table_ptr + 4 * GROUPS + matrix).to(tl.int32).to(tl.uint32, bitcast=True)
     key1 = tl.load(table_ptr + 5 * GROUPS + matrix).to(tl.int32).to(tl.uint32, bitcast=True)
+    scale_key0 = tl.load(table_ptr + 6 * GROUPS + matrix).to(tl.int32).to(tl.uint32, bitcast=True)
+    scale_key1 = tl.load(table_ptr + 7 * GROUPS + matrix).to(tl.int32).to(tl.uint32, bitcast=True)
     if MX.HADAMARD:
         signs_ptr += matrix * GROUP
     rows = first_m + tl.arange(0, BM)
@@ -85,12 +145,17 @@ def _grouped_mx_kernel(
             n_gate_offset,
             n_gate_stride,
             signs_ptr,
+            amax_ptr,
             key0,
             key1,
+            scale_key0,
+            scale_key1,
             step,
             microbatch,
             unit,
             MX,
+            MX.HADAMARD,
+            ELEMENT,
         )
         out = tl.reshape(tl.trans(out.to(ELEMENT)), [BM, BN])
         tl.store(out_ptr + offsets, out, mask=mask)
@@ -98,19 +163,24 @@ def _grouped_mx_kernel(
         TALL: tl.constexpr = BM // GROUP
         stacked = tl.arange(0, TALL * BN)
         out, _ = quantize_groups(
-            tl.reshape(tl.permute(tl.reshape(x, [TALL, GROUP, BN]), (1, 0, 2)), [GROUP, TALL * BN]).to(tl.float32),
+            _columns_of(x, TALL, GROUP),
             place(first_n + stacked % BN, n_start, n_gate_offset, n_gate_stride),
             first_m + (stacked // BN) * GROUP,
             m_start,
             m_gate_offset,
             m_gate_stride,
             signs_ptr,
+            amax_ptr,
             key0,
             key1,
+            scale_key0,
+            scale_key1,
             step,
             microbatch,
             unit,
             MX,
+            MX.HADAMARD,
+            ELEMENT,
         )
         out = tl.reshape(tl.permute(tl.reshape(out.to(ELEMENT), [GROUP, TALL, BN]), (1, 0, 2)), [BM, BN])
         written = M
@@ -148,6 +218,69 @@ def scaled_signs_of_groups(keys: Sequence[Key], rng_step: torch.Tensor, group: i
     return out
 
 
+def amaxes_of_groups(
+    sources: Sequence[torch.Tensor], rule: MxRule, *, columnwise: bool, signs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As the reference."""
+    (_, N), dtype, device = sources[0].shape, sources[0].dtype, sources[0].device
+    group = 16 if signs is None else signs.shape[1]
+    height, width = (4 * group, max(32, 2048 // group)) if columnwise else (32, max(256, group))
+    amaxes = torch.zeros(len(sources), dtype=torch.float32, device=device)
+    table, tiles, _ = _table(sources, height)
+    programs = tiles * -(-N // width)
+    if programs:
+        kernel = _amaxes_specialized(
+            signs is not None, rule.rounds_transform, group, columnwise, dtype, len(sources), height, width
+        )
+        arguments = (
+            amaxes,
+            torch.from_numpy(table).to(device, non_blocking=True),
+            amaxes if signs is None else signs,
+            N,
+        )
+        kernel.launch(programs, device, arguments, (N % 16 == 0, N == 1))
+    return amaxes
+
+
+@lru_cache(maxsize=256)
+def _amaxes_specialized(
+    transforms: bool,
+    rounds: bool,
+    group: int,
+    columnwise: bool,
+    dtype: torch.dtype,
+    groups: int,
+    height: int,
+    width: int,
+) -> Specialized:
+    constants = {
+        "ALONG_ROWS": not columnwise,
+        "HADAMARD": transforms,
+        "ROUNDS": rounds,
+        "GROUP": group,
+        "ELEMENT": _DTYPES[dtype],
+        "GROUPS": groups,
+        "PADDED": triton.next_power_of_2(groups),
+        "BM": height,
+        "BN": width,
+    }
+    return Specialized(_amaxes_of_groups_kernel, constants, num_warps=4, enable_fp_fusion=False)
+
+
+def _table(sources: Sequence[torch.Tensor], tile_rows: int, whole: int = 1) -> tuple[np.ndarray, int, int]:
+    """The table of ``_source_of`` with room for keys, int64 [8, sources]; the tiles of rows; the output's rows.
+
+    Args:
+        whole: multiple to which a source's rows are padded in the output.
+    """
+    rows = np.array([source.shape[0] for source in sources], dtype=np.int64)
+    written, tiles = -(-rows // whole) * whole, -(-rows // tile_rows)
+    table = np.zeros((8, len(sources)), dtype=np.int64)
+    table[0] = [source.data_ptr() for source in sources]
+    table[1], table[2], table[3] = rows, written.cumsum() - written, tiles.cumsum() - tiles
+    return table, int(tiles.sum()), int(written.sum())
+
+
 def quantize_mx_groups(
     sources: Sequence[torch.Tensor],
     rule: MxRule,
@@ -155,29 +288,30 @@ def quantize_mx_groups(
     columnwise: bool,
     keys: Sequence[Key],
     signs: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+    scale_keys: Sequence[Key] | None = None,
     rng_step: torch.Tensor,
     spans: tuple[ShardSlice, ShardSlice] = (WHOLE, WHOLE),
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the reference."""
     (_, N), dtype, device = sources[0].shape, sources[0].dtype, sources[0].device
     block = 0 if signs is None else signs.shape[1]
     kernel, tile_rows, tile_columns, unit = _specialized(
         rule, block, columnwise, dtype, len(sources), converts_fp8(device)
     )
-    rows = np.array([source.shape[0] for source in sources], dtype=np.int64)
-    written = -(-rows // block) * block if block and columnwise else rows
-    tiles = -(-rows // tile_rows)
-    table = np.empty((6, len(sources)), dtype=np.int64)
-    table[0] = [source.data_ptr() for source in sources]
-    table[1], table[2], table[3] = rows, written.cumsum() - written, tiles.cumsum() - tiles
-    table[4:] = np.array(keys, dtype=np.int64).T
-    out = torch.empty((int(written.sum()), N), dtype=dtype, device=device)
-    programs = int(tiles.sum()) * -(-N // tile_columns)
+    table, tiles, written = _table(sources, tile_rows, block if block and columnwise else 1)
+    table[4:6] = np.array(keys, dtype=np.int64).T
+    table[6:] = np.array(keys if scale_keys is None else scale_keys, dtype=np.int64).T
+    out = torch.empty((written, N), dtype=dtype, device=device)
+    # an empty source has the scale of an amax of 0
+    tensor_scale = None if rule.target is None else torch.ones(len(sources), dtype=torch.float32, device=device)
+    programs = tiles * -(-N // tile_columns)
     if programs:
         on_device = torch.from_numpy(table).to(device, non_blocking=True)
-        arguments = (out, on_device, out if signs is None else signs, N, rng_step, *spans[0], *spans[1], unit)
+        pointers = (out if each is None else each for each in (tensor_scale, on_device, signs, amax))
+        arguments = (out, *pointers, N, rng_step, *spans[0], *spans[1], unit)
         kernel.launch(programs, device, arguments, (N % 16 == 0, N == 1))
-    return out
+    return out, tensor_scale
 
 
 @lru_cache(maxsize=256)
@@ -185,12 +319,21 @@ def _specialized(
     rule: MxRule, block: int, columnwise: bool, dtype: torch.dtype, groups: int, converts: bool
 ) -> tuple[Specialized, int, int, int]:
     """The kernel, the rows and columns of its tile, and its argument ``unit``."""
+    lanes_first, columnwise = not columnwise and not rule.shares_directions, columnwise or rule.block_rows > 1
     constants = rule.constants(
-        block, rows=not columnwise, columns=columnwise, packed=False, codes=False, converts=converts
+        block,
+        rows=not columnwise,
+        columns=columnwise,
+        packed=False,
+        codes=False,
+        converts=converts,
+        lanes_first=lanes_first and rule.block_rows > 1,
     )
     stochastic = rule.rounding == "stochastic"
     group, warps = constants.GROUP, 1 + (block > 0)
     rows, columns = (group, 32 if block and stochastic else 64) if columnwise else (8 if block else 4, 8 * group)
+    if group <= 16:  # several groups a thread share addresses and the tensor's scale
+        rows, columns, warps = (group, 128, 1) if columnwise else (4, 512, 1)
     options: dict[str, Any] = {"num_warps": 1 if columnwise and block and stochastic else warps}
     kernel = Specialized(
         _grouped_mx_kernel,

@@ -15,21 +15,20 @@ import triton.language as tl
 from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.philox.triton import place
-from megatron_lowprec.kernels.quantize.rule import Direction, MxRule, converts_fp8
-from megatron_lowprec.kernels.quantize.triton_ops import quantize_groups
+from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule, converts_fp8
+from megatron_lowprec.kernels.quantize.triton_coded import write_tensor_scale
+from megatron_lowprec.kernels.quantize.triton_groups import quantize_groups
+from megatron_lowprec.kernels.quantize.triton_ops import widened
 from megatron_lowprec.kernels.tuning import Tuned
 
-_KEYS = ["rk0", "rk1", "ck0", "ck1"]
+_KEYS = ["rk0", "rk1", "ck0", "ck1", "row_scale_k0", "row_scale_k1", "col_scale_k0", "col_scale_k1"]
 _SPANS = ["m_start", "m_gate_offset", "m_gate_stride", "n_start", "n_gate_offset", "n_gate_stride"]
 
 
-@triton.jit
-def _widened(words):
-    """int32 words of two bf16 numbers -> fp32, in a new last dimension."""
-    return tl.join((words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True))
-
-
-@triton.jit(do_not_specialize=["M", "padded_M", *_KEYS, *_SPANS, "unit"])
+@triton.jit(
+    do_not_specialize=["M", "padded_M", *_KEYS, *_SPANS, "unit"],
+    do_not_specialize_on_alignment=["row_amax_ptr", "col_amax_ptr"],
+)
 def _mx_kernel(
     x_ptr,
     row_ptr,
@@ -38,6 +37,9 @@ def _mx_kernel(
     col_scale_ptr,
     row_signs_ptr,
     col_signs_ptr,
+    row_amax_ptr,
+    col_amax_ptr,
+    tensor_scale_ptr,
     M,
     padded_M,
     N,
@@ -48,6 +50,10 @@ def _mx_kernel(
     rk1,
     ck0,
     ck1,
+    row_scale_k0,
+    row_scale_k1,
+    col_scale_k0,
+    col_scale_k1,
     rng_step_ptr,
     m_start,
     m_gate_offset,
@@ -62,7 +68,8 @@ def _mx_kernel(
 ):
     """Writes dequantized tiles if ``MX.CODE_BITS`` is 0, else codes and scale bytes, columnwise ones transposed.
 
-    ``row_pitch`` and ``col_pitch`` are the bytes of a row of codes, multiples of 16.
+    ``row_pitch`` and ``col_pitch`` are the bytes of a row of codes. With a tensor scale, the decode scales of rows and
+    columns are written too.
     """
     # two 4-bit codes share a byte
     SHARE: tl.constexpr = 2 if MX.CODE_BITS == 4 else 1
@@ -80,7 +87,9 @@ def _mx_kernel(
     step = tl.load(rng_step_ptr).to(tl.uint32, bitcast=True)
     microbatch = tl.load(rng_step_ptr + 1).to(tl.uint32, bitcast=True)
     out_offsets = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     if MX.ALONG_ROWS:
+        write_tensor_scale(tensor_scale_ptr, row_amax_ptr, tile == 0, MX)
         P: tl.constexpr = BM * BN // GROUP
         PER_ROW: tl.constexpr = BN // GROUP
         group = tl.arange(0, P)
@@ -92,7 +101,7 @@ def _mx_kernel(
                 other=0,
             )
             words = tl.trans(tl.reshape(words, [P, GROUP // 2]))
-            y = tl.reshape(tl.permute(_widened(words), (0, 2, 1)), [GROUP, P])
+            y = tl.reshape(tl.permute(widened(words), (0, 2, 1)), [GROUP, P])
         else:
             x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
             y = tl.trans(tl.reshape(x, [P, GROUP])).to(tl.float32)
@@ -106,12 +115,17 @@ def _mx_kernel(
             n_gate_offset,
             n_gate_stride,
             row_signs_ptr,
+            row_amax_ptr,
             rk0.to(tl.uint32, bitcast=True),
             rk1.to(tl.uint32, bitcast=True),
+            row_scale_k0.to(tl.uint32, bitcast=True),
+            row_scale_k1.to(tl.uint32, bitcast=True),
             step,
             microbatch,
             unit,
             MX,
+            MX.HADAMARD and (MX.PLAIN & 1) == 0,
+            DTYPE,
         )
         if MX.CODE_BITS == 0:
             out = tl.reshape(tl.trans(out.to(row_ptr.dtype.element_ty)), [BM, BN])
@@ -124,6 +138,7 @@ def _mx_kernel(
             block = (m.to(tl.int64) * (N // MX.BLOCK) + first_column // MX.BLOCK)[None, :]
             tl.store(row_scale_ptr + block + tl.arange(0, BLOCKS)[:, None], byte.to(tl.uint8), mask=inside)
     if MX.ALONG_COLUMNS:
+        write_tensor_scale(tensor_scale_ptr + 1, col_amax_ptr, tile == 0, MX)
         # after the rowwise part this read hits the cache: registers for the tile are better spent on warps
         y = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         n = cols
@@ -136,12 +151,17 @@ def _mx_kernel(
             m_gate_offset,
             m_gate_stride,
             col_signs_ptr,
+            col_amax_ptr,
             ck0.to(tl.uint32, bitcast=True),
             ck1.to(tl.uint32, bitcast=True),
+            col_scale_k0.to(tl.uint32, bitcast=True),
+            col_scale_k1.to(tl.uint32, bitcast=True),
             step,
             microbatch,
             unit,
             MX,
+            MX.HADAMARD and (MX.PLAIN & 2) == 0,
+            DTYPE,
         )
         if MX.CODE_BITS == 0:
             out = out.to(col_ptr.dtype.element_ty)
@@ -156,23 +176,7 @@ def _mx_kernel(
 
 
 _NOTHING = Direction()
-
-
-class MxCast(NamedTuple):
-    """MX data of [M, N], rowwise, columnwise or both, contracted dimension last; None where not requested.
-
-    Attributes:
-        rowwise_data: [M, N] dequantized in the matrix's dtype; or codes, uint8 [M, N], two a byte for 4-bit formats,
-            entry 2i in the low nibble.
-        columnwise_data: dequantized, [N, M], M rounded up to whole groups if transformed, a transposed view; or codes
-            [N, M rounded up to whole groups], row-major, padded with quantized zeros.
-        rowwise_scale, columnwise_scale: E8M0 bytes, uint8 [R, K / rule.block]; only with codes.
-    """
-
-    rowwise_data: torch.Tensor | None = None
-    rowwise_scale: torch.Tensor | None = None
-    columnwise_data: torch.Tensor | None = None
-    columnwise_scale: torch.Tensor | None = None
+_PITCHES = slice(14, 16)  # of the kernel's arguments
 
 
 def quantize_mx(
@@ -185,29 +189,35 @@ def quantize_mx(
     spans: tuple[ShardSlice, ShardSlice] = (WHOLE, WHOLE),
     codes: bool = False,
 ) -> MxCast:
-    """Rowwise MX data, columnwise MX data or both of a matrix, from one read.
+    """Rowwise data in blocks, columnwise data or both of a matrix, from one read.
 
     Args:
         x: [M, N] bf16 or fp32, the last dimension contiguous; N a multiple of ``rule.block`` and of len(signs) if
             ``rows`` is given. Any M: the kernel zero-pads columns, which changes no scale.
-        rule: format, scale and rounding.
+        rule: format, scale and rounding. Square blocks: nearest, no transform, no codes; one output serves both.
         rows: rowwise data, blocks along the last dimension (the operand x); None to omit.
         columns: columnwise data, blocks along the first dimension (the operand x.T); None to omit.
         rng_step: int32 [2] on the device of x, step and microbatch of the draws. It is in memory so that a captured
             CUDA graph draws new bits in each replay.
         spans: location of the rows and the columns of x in the unsharded matrix.
-        codes: write codes and scale bytes, the layout of native GEMMs; else dequantized values, headroom included.
+        codes: write codes and scale bytes, the layout of native GEMMs; else dequantized values, headroom included, but
+            without the tensor's scale.
     """
+    if rule.block_rows > 1 and rows is not None:
+        return _square(x, rule, rows, columns, rng_step=rng_step, spans=spans)
     transforms = rows is not None and rows.signs is not None
     if transforms and columns is not None and rule.rounding == "stochastic" and not codes:
         # bound by arithmetic: two kernels with one group in registers each beat one kernel that reads less
         along_rows = quantize_mx(x, rule, rows=rows, rng_step=rng_step, spans=spans)
         along_columns = quantize_mx(x, rule, columns=columns, rng_step=rng_step, spans=spans)
-        return along_rows._replace(columnwise_data=along_columns.columnwise_data)
+        of_columns = along_columns.columnwise_data, along_columns.columnwise_tensor_scale
+        return along_rows._replace(columnwise_data=of_columns[0], columnwise_tensor_scale=of_columns[1])
     kernel = _mx_kernel_for(x, rule, rows, columns, codes)
     cast, arguments = kernel.arguments(x, rows, columns, rng_step, spans)
     (M, N), stride, device = x.shape, x.stride(0), x.device
     specialized_on = (x.dtype, x.data_ptr() % 16 == 0, N % 16 == 0, stride % 16 == 0, N == 1, stride == 1)
+    if codes:  # a pitch is a multiple of 8 or more under blocks of 16
+        specialized_on += tuple(pitch % 16 == 0 for pitch in arguments[_PITCHES])
 
     def launch(tiling: _Tiling) -> None:
         kernel.specialized[tiling].launch(tiling.programs(M, N), device, arguments, specialized_on)
@@ -217,13 +227,29 @@ def quantize_mx(
     return cast
 
 
+def _square(x: torch.Tensor, rule: MxRule, rows: Direction, columns: Direction | None, **others: Any) -> MxCast:
+    """Square blocks for rows, and for columns if asked, by the kernel along columns, which writes the layout of x."""
+    way = rows if rule.shares_directions else rows._replace(lanes_first=True)
+    found = quantize_mx(x, rule, columns=way, **others)
+    data, scale = found.columnwise_data, found.columnwise_tensor_scale
+    assert data is not None
+    if columns is None:
+        found = MxCast()
+    elif not rule.shares_directions:
+        found = quantize_mx(x, rule, columns=columns, **others)
+    return found._replace(rowwise_data=data.t(), rowwise_tensor_scale=scale)
+
+
 def _mx_kernel_for(
     x: torch.Tensor, rule: MxRule, rows: Direction | None, columns: Direction | None, codes: bool
 ) -> "_MxKernel":
-    signs = (rows or columns or _NOTHING).signs
+    of_rows, of_columns = (rows or _NOTHING).signs, (columns or _NOTHING).signs
+    signs = of_columns if of_rows is None else of_rows
     packed = x.dtype == torch.bfloat16 and (x.shape[1] | x.stride(0) | x.data_ptr() // 2) % 2 == 0
     block = 0 if signs is None else signs.numel()
-    key = (block, rows is not None, columns is not None, packed, codes, converts_fp8(x.device))
+    plain = (rows is not None and of_rows is None) + 2 * (columns is not None and of_columns is None) if block else 0
+    lanes_first = columns is not None and columns.lanes_first
+    key = (block, rows is not None, columns is not None, packed, codes, converts_fp8(x.device), plain, lanes_first)
     found = rule.kernels.get(key)
     if found is None:
         found = rule.kernels[key] = _MxKernel(rule, *key)
@@ -234,14 +260,24 @@ class _MxKernel:
     """The kernel for one rule, transform block (0 for none), set of directions and output, with tuned tiling."""
 
     def __init__(
-        self, rule: MxRule, block: int, rows: bool, columns: bool, packed: bool, codes: bool, converts: bool
+        self,
+        rule: MxRule,
+        block: int,
+        rows: bool,
+        columns: bool,
+        packed: bool,
+        codes: bool,
+        converts: bool,
+        plain: int,
+        lanes_first: bool,
     ) -> None:
-        constants = rule.constants(block, rows, columns, packed, codes, converts)
-        self._block, self._group, self._transforms = rule.block, constants.GROUP, constants.HADAMARD
+        constants = rule.constants(block, rows, columns, packed, codes, converts, plain, lanes_first)
+        self._block, self._group, self._scales_tensor = rule.block, constants.GROUP, rule.target is not None
+        self._pads = codes or (constants.HADAMARD and not plain & 2)  # a transform makes a group dense
         self._codes_a_byte = 0 if not codes else 2 if rule.fmt.bits == 4 else 1
         self._code_dtype = torch.uint8 if rule.fmt.bits <= 8 else torch.int16
         self._unit = 1 << max(0, 23 - constants.MANTISSA - constants.RANDOM_BITS)
-        tilings = _tilings(self._group, rows, columns, self._transforms, rule.rounding == "stochastic")
+        tilings = _tilings(self._group, rows, columns, constants.HADAMARD, rule.rounding == "stochastic")
         self.specialized = {
             tiling: Specialized(
                 _mx_kernel,
@@ -253,7 +289,7 @@ class _MxKernel:
             )
             for tiling in tilings
         }
-        self.tuned = Tuned(f"{_mx_kernel.__name__} {constants._asdict()}", tilings)
+        self.tuned = Tuned(f"{_mx_kernel.__name__} {constants.tuning_name()}", tilings)
 
     def arguments(
         self,
@@ -265,7 +301,7 @@ class _MxKernel:
     ) -> tuple[MxCast, tuple[Any, ...]]:
         """Empty outputs and all launch arguments."""
         (M, N), device, share = x.shape, x.device, self._codes_a_byte
-        padded_M = _whole(M, self._group)
+        padded_M = -(-M // self._group) * self._group if self._pads else M
         row_data = row_scale = column_data = column_scale = written = None
         if share:
             if rows is not None:
@@ -276,14 +312,22 @@ class _MxKernel:
                 column_scale = torch.empty((N, padded_M // self._block), dtype=torch.uint8, device=device)
             pitches = (N // share, padded_M // share)
         else:
-            # the transform makes a group dense, padding included
-            padded_M = padded_M if self._transforms else M
             if rows is not None:
                 row_data = torch.empty((M, N), dtype=x.dtype, device=device)
             if columns is not None:
                 written = torch.empty((padded_M, N), dtype=x.dtype, device=device)
                 column_data = written.t()
             pitches = (0, 0)
+        decode = torch.empty((2, 1, 1), dtype=torch.float32, device=device) if self._scales_tensor else None
+        scales = (None, None) if decode is None else decode.unbind()
+        made = MxCast(
+            row_data,
+            row_scale,
+            column_data,
+            column_scale,
+            None if rows is None else scales[0],
+            None if columns is None else scales[1],
+        )
         rows, columns = rows or _NOTHING, columns or _NOTHING
         # placeholders for an omitted direction, which the kernel does not access
         arguments = (
@@ -291,6 +335,7 @@ class _MxKernel:
             *(x if out is None else out for out in (row_data, row_scale, written, column_scale)),
             x if rows.signs is None else rows.signs,
             x if columns.signs is None else columns.signs,
+            *(x if out is None else out for out in (rows.amax, columns.amax, decode)),
             M,
             padded_M,
             N,
@@ -298,12 +343,14 @@ class _MxKernel:
             *pitches,
             *rows.key,
             *columns.key,
+            *rows.scale_key,
+            *columns.scale_key,
             rng_step,
             *spans[0],
             *spans[1],
             self._unit,
         )
-        return MxCast(row_data, row_scale, column_data, column_scale), arguments
+        return made, arguments
 
 
 class _Tiling(NamedTuple):
@@ -317,11 +364,17 @@ class _Tiling(NamedTuple):
         return -(-M // self.rows) * -(-N // self.columns)
 
 
+_OF_SHORT_ROWS = ((4, 512, 1), (8, 512, 2), (4, 256, 1), (8, 512, 1))
+
+
 def _tilings(group: int, rows: bool, columns: bool, transformed: bool, stochastic: bool) -> tuple[_Tiling, ...]:
     """Candidate tiles of a program, about one group a thread, whole groups in each direction; fastest on an H200 first.
 
     Programs have few warps, since warps share no data; docs/design/kernels.md lists the alternatives tried.
     """
+    if group <= 16:  # several groups a thread share addresses and the tensor's scale
+        sizes = ((16, 64, 1), (16, 128, 2), (16, 128, 1), (16, 256, 2)) if columns else _OF_SHORT_ROWS
+        return tuple(_Tiling(*size, None) for size in sizes)
     limit = 128 if transformed and stochastic and group <= 64 else None
     if rows and columns:
         if transformed:
@@ -344,7 +397,3 @@ def _tilings(group: int, rows: bool, columns: bool, transformed: bool, stochasti
         if rows and group <= 32:
             others.append(_Tiling(group, 64, 1, limit))
     return tuple(dict.fromkeys((first, *others)))
-
-
-def _whole(length: int, group: int) -> int:
-    return -(-length // group) * group

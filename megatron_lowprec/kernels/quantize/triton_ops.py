@@ -3,19 +3,24 @@
 import triton
 import triton.language as tl
 
-from megatron_lowprec.kernels.amax.triton_ops import larger
-from megatron_lowprec.kernels.philox.triton import draw_bits
+from megatron_lowprec.kernels.interpreted import INTERPRETED
 from megatron_lowprec.kernels.quantize import rule
 
 # bit sets indexed by MX.RULE
 _DIVIDES = tl.constexpr(rule.rules_that("divides"))
 _ROUNDS_AMAX = tl.constexpr(rule.rules_that("rounds_amax"))
 _ROUNDS_UP = tl.constexpr(rule.rules_that("rounds_up"))
-_NOT_FLOOR = tl.constexpr(_DIVIDES.value | _ROUNDS_AMAX.value | _ROUNDS_UP.value)
+NOT_FLOOR = tl.constexpr(_DIVIDES.value | _ROUNDS_AMAX.value | _ROUNDS_UP.value)
 # named values of ROUNDING
 NEAREST_EVEN = tl.constexpr(rule.ROUNDINGS["nearest_even"])
 HALF_AWAY = tl.constexpr(rule.ROUNDINGS["half_away"])
 STOCHASTIC = tl.constexpr(rule.ROUNDINGS["stochastic"])
+
+
+@triton.jit
+def widened(words):
+    """int32 words of two bf16 numbers -> fp32, in a new last dimension."""
+    return tl.join((words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -27,6 +32,28 @@ def hadamard(y, signs, GROUP: tl.constexpr):
         if (GROUP >> s) > 1:
             a, b = tl.split(tl.permute(tl.reshape(y, [2, GROUP // 2, P]), (1, 2, 0)))
             y = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), [GROUP, P])
+    return y
+
+
+@triton.jit
+def transformed(y, signs_ptr, GROUP: tl.constexpr, ROUNDS: tl.constexpr, DTYPE: tl.constexpr):
+    """The Hadamard transform of [GROUP, P] along dimension 0 with the signs in memory, rounded to DTYPE if asked."""
+    y = hadamard(y, tl.load(signs_ptr + tl.arange(0, GROUP))[:, None], GROUP)
+    if ROUNDS:
+        y = rounded_to(y, DTYPE)
+    return y
+
+
+@triton.jit
+def rounded_to(y, DTYPE: tl.constexpr):
+    """fp32 rounded to bf16, nearest even, and widened again; fp32 stays as it is."""
+    if tl.bfloat16 == DTYPE:
+        if INTERPRETED:  # which truncates
+            bits = y.to(tl.int32, bitcast=True)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+            y = tl.where(y == y, bits.to(tl.float32, bitcast=True), y)
+        else:
+            y = y.to(tl.bfloat16).to(tl.float32)
     return y
 
 
@@ -118,69 +145,3 @@ def element_codes(
     field = (magnitude + tl.where(normal, 0.0, SMALLEST)).to(tl.int32, bitcast=True) >> (23 - MANTISSA)
     code = field - tl.where(normal, (MIN_EXPONENT + 126) << MANTISSA, (MIN_EXPONENT + 127) << MANTISSA)
     return tl.where(is_nan, NAN_CODE, code | (((bits >> 31) & 1) << (BITS - 1)))
-
-
-@triton.jit
-def quantize_groups(
-    y,
-    row,
-    first_column,
-    start,
-    gate_offset,
-    gate_stride,
-    signs_ptr,
-    key0,
-    key1,
-    step,
-    microbatch,
-    unit,
-    MX: tl.constexpr,
-):
-    """[MX.GROUP, P] fp32 -> elements, and scale bytes, int32 [GROUP / BLOCK, P].
-
-    Elements are fp32 [GROUP, P], dequantized; or, with ``MX.CODE_BITS`` above 0, int32 codes of that width,
-    [GROUP, P], or uint8 [GROUP / 2, P] with two 4-bit codes a byte.
-    """
-    P: tl.constexpr = y.shape[1]
-    GROUP: tl.constexpr = MX.GROUP
-    if MX.HADAMARD:
-        signs = tl.load(signs_ptr + tl.arange(0, GROUP))
-        y = hadamard(y, signs[:, None], GROUP)
-    blocks = tl.reshape(y, [GROUP // MX.BLOCK, MX.BLOCK, P])
-    amax = tl.reduce(tl.abs(blocks), 1, larger)
-    byte = e8m0(amax, MX)
-    # 2^(127 - byte) is the byte 254 - byte; 255 stays NaN
-    encode = power_of_two(tl.where(byte == 255, 255, 254 - byte))
-    v = blocks * (encode * MX.HEADROOM)[:, None, :]
-    if MX.ROUNDING == STOCHASTIC:
-        draws = tl.reshape(
-            draw_bits(row, first_column, key0, key1, step, microbatch, start, gate_offset, gate_stride, GROUP),
-            [GROUP // MX.BLOCK, MX.BLOCK, P],
-        )
-    else:
-        draws = tl.zeros([1, 1, 1], tl.uint32)
-    if MX.NATIVE and MX.MANTISSA == 3:
-        elements = v.to(tl.float8e4nv)
-    elif MX.NATIVE:
-        elements = v.to(tl.float8e5)
-    else:
-        # the floor rule scales below 2^(MAX_EXPONENT + 1): with enough headroom no entry saturates
-        ABOVE: tl.constexpr = MX.HEADROOM * 2.0 ** (MX.MAX_EXPONENT + 1) > MX.MAX
-        SATURATES: tl.constexpr = ((_NOT_FLOOR >> MX.RULE) & 1) != 0 or ABOVE
-        elements = round_to_grid(
-            v, draws, unit, MX.MANTISSA, MX.MIN_EXPONENT, MX.MAX, MX.ROUNDING, MX.RANDOM_BITS, SATURATES
-        )
-    if MX.CODE_BITS == 0:
-        out = tl.reshape(elements.to(tl.float32) * power_of_two(byte)[:, None, :], [GROUP, P])
-    elif MX.NATIVE:
-        out = tl.reshape(elements.to(tl.uint8, bitcast=True), [GROUP, P])
-    else:
-        codes = element_codes(
-            elements, MX.MANTISSA, MX.MIN_EXPONENT, MX.CODE_BITS, MX.NAN_CODE, (byte == 255)[:, None, :]
-        )
-        if MX.CODE_BITS == 4:
-            low, high = tl.split(tl.permute(tl.reshape(codes, [GROUP // 2, 2, P]), (0, 2, 1)))
-            out = (low | (high << 4)).to(tl.uint8)
-        else:
-            out = tl.reshape(codes, [GROUP, P])  # the store converts them
-    return out, byte

@@ -21,7 +21,8 @@ class GroupOperand(NamedTuple):
 
     Attributes:
         data: of x or dy one matrix of all experts' rows, as the backend pads them; of weights one matrix an expert.
-        scale: decode scales; None if multiplied into the data, or for an unquantized operand.
+        scale: decode scales; None if multiplied into the data, or for an unquantized operand. Emulated operands have
+            those of the experts' tensors, fp32 [experts], or None.
     """
 
     data: torch.Tensor | Sequence[torch.Tensor]

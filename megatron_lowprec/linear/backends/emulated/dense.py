@@ -28,12 +28,12 @@ from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.device_rng_step import device_rng_step
 from megatron_lowprec.quantization.error_stats import error_stats
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
-from megatron_lowprec.quantization.quantizer import mx_rule, quantize_by_reference
+from megatron_lowprec.quantization.quantizer import Reduce, mx_rule, quantize_by_reference, with_amaxes
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
 from megatron_lowprec.quantization.token_rows import stored_codes
 from megatron_lowprec.quantization.transform import Transform
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, HadamardSpec, QuantSpec
 
 
 class EmulatedGemms(GemmBackend):
@@ -55,6 +55,9 @@ class EmulatedGemms(GemmBackend):
             for name, tensors in GEMM_OPERANDS.items()
             for tensor in tensors
         }
+        weights = {self.specs[gemm, "weight"] for gemm in SIDES["weight"]}
+        if any(spec is not None and spec.block is not None and spec.block[0] > 1 for spec in weights):
+            self.one_cast = self.one_cast | {"weight"}  # the directions of square blocks share their memory
         # divides the headroom of both operands out of the product
         self.alpha = {
             name: 1.0 / math.prod(spec.headroom for tensor in tensors if (spec := self.specs[name, tensor]))
@@ -89,21 +92,17 @@ class EmulatedGemms(GemmBackend):
             history.update_amax(slot, block_amax(matrix, (matrix.shape[0], matrix.shape[1])))
         source = matrix if spec.source == "original" else self._of_fprop(tensor, matrix, rng_step)
         operand, transform = source if rowwise else source.t(), self.transform(name, rng_step)
-        if _fuses(operand, spec, transform):
-            other = by_column = None
-            if rowwise and columnwise:
-                second = SIDES[tensor][1]
-                by_column = self.transform(second, rng_step)
-                other = self._direction(second, tensor, by_column, matrix.device)
+        other = SIDES[tensor][1] if rowwise and columnwise else None
+        by_column = None if other is None else self.transform(other, rng_step)
+        rule = mx_rule(spec, _transform_spec(transform, by_column))
+        if fuses_mx(operand, rule, _transform_block(transform, by_column), codes):
             read, arguments = self._mx_arguments(name, tensor, operand, rng_step, other)
-            cast = load("quantize").quantize_mx(read, mx_rule(spec), **arguments, codes=codes)
-            data = cast.rowwise_data if read is operand else cast.columnwise_data
-            if codes:
-                scale = cast.rowwise_scale if read is operand else cast.columnwise_scale
-                return _quantized(matrix, spec, rowwise, stored_codes(data, spec, matrix.dtype), scale=scale), None
-            quantized = _quantized(matrix, spec, rowwise, data.to(matrix.dtype), transform)
+            cast = load("quantize").quantize_mx(read, rule, **arguments, codes=codes)
+            data, scale, of_tensor = cast.direction(read is operand)
+            data = stored_codes(data, spec, matrix.dtype) if codes else data.to(matrix.dtype)
+            quantized = _quantized(matrix, spec, rowwise, data, transform, scale, of_tensor)
             if other is not None:
-                quantized.columnwise_data = cast.columnwise_data
+                quantized.columnwise_data, _, quantized.columnwise_tensor_scale = cast.direction(False)
                 quantized.columnwise_transform = None if by_column is None else by_column.spec
             return quantized, None
         folds = spec.folds_scale and name not in self.products and not codes
@@ -149,8 +148,11 @@ class EmulatedGemms(GemmBackend):
         if spec is None or not isinstance(matrix, torch.Tensor) or matrix.stride(1) != 1:
             return False
         transforms = [self.transform(gemm, rng_step) for gemm in (by_row, by_column)]
-        groups = [one.block if one else 1 for one in transforms]
-        return groups[0] == groups[1] and all(_fuses(matrix, spec, one) for one in transforms)
+        if len({one.block for one in transforms if one is not None}) > 1:
+            return False
+        rule = mx_rule(spec, _transform_spec(*transforms))
+        together = rule is not None and (rule.block_rows == 1 or rule.shares_directions)
+        return together and fuses_mx(matrix, rule, _transform_block(*transforms))
 
     def gemm(
         self,
@@ -187,10 +189,11 @@ class EmulatedGemms(GemmBackend):
         if spec.source == "fprop":
             matrix = self._of_fprop(tensor, matrix, rng_step)
         operand = matrix.t() if name == SIDES[tensor][1] else matrix
-        if _fuses(operand, spec, transform):
+        rule = mx_rule(spec) if spec.scale_format == "e8m0" else None  # statistics take codes with E8M0 scales
+        if fuses_mx(operand, rule, _transform_block(transform), codes=True):
             source, arguments = self._mx_arguments(name, tensor, operand, rng_step)
-            cast = load("quantize").quantize_mx(source, mx_rule(spec), **arguments, codes=True)
-            data, scale = cast[:2] if source is operand else cast[2:]
+            cast = load("quantize").quantize_mx(source, rule, **arguments, codes=True)
+            data, scale, _ = cast.direction(source is operand)
             signs = None if transform is None else transform.scaled_signs(matrix.device).sign()
             return error_stats(operand, QuantizedTensor(operand.shape, operand.dtype, spec, data, scale), signs=signs)
         if transform is not None:
@@ -204,46 +207,68 @@ class EmulatedGemms(GemmBackend):
         return self.transforms.at(name, rng_step)
 
     def _mx_arguments(
-        self, name: str, tensor: str, operand: torch.Tensor, rng_step: RngStep, other: Direction | None = None
+        self, name: str, tensor: str, operand: torch.Tensor, rng_step: RngStep, other: str | None = None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Arguments of the fused kernel: the operand or its transpose, whose rows are contiguous; all besides the rule.
 
         Args:
             operand: [R, K], contracted dimension last, rows or columns contiguous.
-            other: the direction along its columns, if rows are contiguous.
+            other: the GEMM that uses the tensor's columnwise data, to quantize it too; its rows are contiguous then.
         """
-        stream, by_rows = self.rounding[name, tensor], operand.stride(1) == 1
-        direction = self._direction(name, tensor, self.transform(name, rng_step), operand.device)
-        spans = (stream.row_span, stream.column_span)
-        return operand if by_rows else operand.t(), {
-            "rows": direction if by_rows else None,
-            "columns": other if by_rows else direction,
+        spec, stream, by_rows = self.specs[name, tensor], self.rounding[name, tensor], operand.stride(1) == 1
+        assert spec is not None
+        transforms = [None if gemm is None else self.transform(gemm, rng_step) for gemm in (name, other)]
+        direction, second = (
+            None if gemm is None else self._direction(gemm, tensor, transform, operand.device)
+            for gemm, transform in zip((name, other), transforms, strict=True)
+        )
+        rule, spans = mx_rule(spec, _transform_spec(*transforms)), (stream.row_span, stream.column_span)
+        assert rule is not None
+        read = operand if by_rows else operand.t()
+        ways = (direction, second) if by_rows else (second, direction)
+        delayed = self._amax_in_effect(tensor) if spec.scaling == "delayed" else None
+        return read, {
+            **with_amaxes(read, rule, *ways, known=delayed, reduce_amax=self.reduction(name, tensor)),
             "rng_step": device_rng_step(rng_step, operand.device),
             "spans": spans if by_rows else spans[::-1],
         }
 
     def _direction(self, name: str, tensor: str, transform: Transform | None, device: torch.device) -> Direction:
         signs = None if transform is None else transform.scaled_signs(device)
-        return Direction(Key.of(self.rounding[name, tensor].key), signs)
+        stream, spec = self.rounding[name, tensor], self.specs[name, tensor]
+        of_scales = spec is not None and spec.scale.rounding == "stochastic"
+        scale_key = Key.of(stream.of_scales().key) if of_scales else Key()
+        return Direction(Key.of(stream.key), signs, scale_key=scale_key)
+
+    def reduction(self, name: str, tensor: str) -> Reduce | None:
+        """Maximum over the ranks that share a current scale of an operand; None without such ranks."""
+        spec = self.specs[name, tensor]
+        return None if spec is None else self._amax.reduction(name, tensor, spec)
+
+    def _amax_in_effect(self, tensor: str) -> torch.Tensor:
+        """fp32 amax of a tensor with delayed scaling, from its history."""
+        history, slot = self._amax.histories[tensor]
+        return history.in_effect[slot]
 
     def _arguments(self, name: str, tensor: str, spec: QuantSpec, rng_step: RngStep) -> dict[str, Any]:
         """Arguments of ``quantize_by_reference`` other than matrix, spec and transform."""
         amax = None
         if spec.scaling == "delayed":
-            history, slot = self._amax.histories[tensor]
-            amax = history.in_effect[slot]
+            amax = self._amax_in_effect(tensor)
         return {
             "random": self.rounding[name, tensor].at(rng_step),
             "tensor_amax": amax,
-            "reduce_amax": self._amax.reduction(name, tensor, spec),
+            "reduce_amax": self.reduction(name, tensor),
         }
 
 
-def _fuses(operand: torch.Tensor, spec: QuantSpec, transform: Transform | None) -> bool:
-    """Whether the MX kernel quantizes an operand [R, K] behind its transform."""
-    if transform is not None and transform.rounds(operand.dtype):
-        return False
-    return fuses_mx(operand, spec.block, spec.scale_format, transform.block if transform else 1)
+def _transform_block(*transforms: Transform | None) -> int:
+    """Block of the transforms, which is one; 1 without any."""
+    return next((one.block for one in transforms if one is not None), 1)
+
+
+def _transform_spec(*transforms: Transform | None) -> HadamardSpec | None:
+    return next((one.spec for one in transforms if one is not None), None)
 
 
 class _Side(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 
 
 def has_grouped_kernels(spec: QuantSpec | None) -> bool:
-    """Whether an operand is quantized for all experts in one launch: MX blocks of 32, or not at all."""
-    return spec is None or (spec.block == (1, 32) and spec.scale_format == "e8m0" and spec.source == "original")
+    """Whether an operand is quantized for all experts by the fused kernel, or not at all."""
+    if spec is None:
+        return True
+    from_history = spec.tensor_scale is not None and spec.scaling == "delayed"
+    return mx_rule(spec) is not None and spec.source == "original" and not from_history
 
 
 class GroupedEmulatedGemms(GroupedBackend):
@@ -56,17 +60,16 @@ class GroupedEmulatedGemms(GroupedBackend):
         transform = self._first.transforms.of(gemm)
         quantized = [spec is not None for spec in specs]
         if not all(map(has_grouped_kernels, specs)):
-            return "kernels quantize MX blocks of 32"
+            return "kernels quantize blocks of 16, 32 or 64 entries with E8M0 or coded scales"
         if gemm in self._first.products:
             return "the product emulates Hopper's accumulator"
         if (any(quantized) or transform is not None) and not all(quantized):
             return "an operand stays in the compute dtype"
-        if transform is not None and transform[0].block < 32:
-            return "kernels transform blocks of at least 32"
-        if transform is not None and transform[0].output == "operand":
-            return "kernels keep what they transform in fp32"
+        blocks = [(1, 8) if spec is None or spec.block is None else spec.block for spec in specs]
+        if transform is not None and any(rows > 1 or transform[0].block % block for rows, block in blocks):
+            return f"kernels transform whole blocks of one row, not {transform[0].block} entries"
         # whole groups along features; along tokens the kernels pad
-        group = max(32, self._padding(gemm)) if any(quantized) else 8
+        group = max(self._padding(gemm), *(block for _, block in blocks))
         return f"sizes are no multiples of {group}" if any(size % group for size in weight.shape) else None
 
     def quantize(
@@ -80,7 +83,7 @@ class GroupedEmulatedGemms(GroupedBackend):
             elif self._first.specs[gemm, tensor] is None:
                 found.append(GroupOperand(matrix))
             else:
-                found.append(GroupOperand(self._quantized(gemm, tensor, matrix.split(list(tokens)), rng_step)))
+                found.append(self._quantized(gemm, tensor, matrix.split(list(tokens)), rng_step))
         return GroupOperands(*found)
 
     def from_codes(self, codes: QuantizedTensor, tokens: Sequence[int]) -> GroupOperand:
@@ -91,15 +94,17 @@ class GroupedEmulatedGemms(GroupedBackend):
         """As ``GroupedBackend``."""
         if self._first.specs[gemm, "weight"] is None:
             return GroupOperand(weights if gemm == "fprop" else [weight.t() for weight in weights])
-        stacked = self._quantized(gemm, "weight", weights, rng_step).view(len(weights), -1, weights[0].shape[1])
-        return GroupOperand((stacked if gemm == "fprop" else stacked.mT).unbind())
+        data, of_tensors = self._quantized(gemm, "weight", weights, rng_step)
+        assert isinstance(data, torch.Tensor)
+        stacked = data.view(len(weights), -1, weights[0].shape[1])
+        return GroupOperand((stacked if gemm == "fprop" else stacked.mT).unbind(), of_tensors)
 
     def gemm(
         self, name: str, rows: GroupOperand, weights: GroupOperand, tokens: Sequence[int], out_dtype: torch.dtype
     ) -> torch.Tensor:
         """As ``GroupedBackend``."""
         product: torch.Tensor = load("grouped_gemm").grouped_gemm(
-            rows.data, weights.data, tokens, alpha=self._first.alpha[name], out_dtype=out_dtype
+            rows.data, weights.data, tokens, alpha=self._alpha(name, rows, weights), out_dtype=out_dtype
         )
         return product
 
@@ -114,18 +119,25 @@ class GroupedEmulatedGemms(GroupedBackend):
         """As ``GroupedBackend``."""
         padding = self._padding("wgrad")
         rows = [-(-count // padding) * padding for count in tokens]
-        alpha = self._first.alpha["wgrad"]
+        alpha = self._alpha("wgrad", dy, x)
         load("grouped_gemm").grouped_wgrad_(dy.data, x.data, rows, totals, alpha=alpha, overwrite=overwrite)
+
+    def _alpha(self, name: str, *operands: GroupOperand) -> float | torch.Tensor:
+        """Factor of each expert's product: headroom divided out, times the scales of both tensors."""
+        scales = [operand.scale for operand in operands if operand.scale is not None]
+        return math.prod(scales, start=self._first.alpha[name])
 
     def _padding(self, name: str) -> int:
         """Rows to which an expert's operand along tokens is padded with zeros."""
         transform = self._first.transforms.of(name)
         return 1 if transform is None else transform[0].block
 
-    def _quantized(self, name: str, tensor: str, sources: Sequence[torch.Tensor], rng_step: RngStep) -> torch.Tensor:
+    def _quantized(self, name: str, tensor: str, sources: Sequence[torch.Tensor], rng_step: RngStep) -> GroupOperand:
         """Operand of a GEMM for all experts, [rows, N]."""
         spec, transform = self._first.specs[name, tensor], self._first.transforms.of(name)
         assert spec is not None
+        rule = mx_rule(spec, None if transform is None else transform[0])
+        assert rule is not None
         op, device = load("grouped_quantize"), sources[0].device
         on_device, signs = device_rng_step(rng_step, device), None
         if transform is not None:
@@ -139,13 +151,22 @@ class GroupedEmulatedGemms(GroupedBackend):
         columnwise = SIDES[tensor][1] == name
         stream = self._first.rounding[name, tensor]
         spans = (stream.row_span, stream.column_span)
-        operand: torch.Tensor = op.quantize_mx_groups(
+        amax = None
+        if rule.target is not None:
+            amax = op.amaxes_of_groups(sources, rule, columnwise=columnwise, signs=signs)
+            reduce_amax = self._first.reduction(name, tensor)
+            amax = amax if reduce_amax is None else reduce_amax(amax)
+        streams = [backend.rounding[name, tensor] for backend in self._backends]
+        of_scales = spec.scale.rounding == "stochastic"
+        data, of_tensors = op.quantize_mx_groups(
             sources,
-            mx_rule(spec),
+            rule,
             columnwise=columnwise,
-            keys=[Key.of(backend.rounding[name, tensor].key) for backend in self._backends],
+            keys=[Key.of(stream.key) for stream in streams],
+            scale_keys=[Key.of(stream.of_scales().key) for stream in streams] if of_scales else None,
             signs=signs,
+            amax=amax,
             rng_step=on_device,
             spans=spans[::-1] if columnwise else spans,
         )
-        return operand
+        return GroupOperand(data, of_tensors)

@@ -1,0 +1,83 @@
+"""Amaxes of the operands of a matrix in one read, each behind its own Hadamard transform; bits equal ``reference.py``.
+
+Programs loop over tiles, so that few of them raise the same cell by atomic maxima.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger, raise_to_amax
+from megatron_lowprec.kernels.launch import Specialized, specialized_on
+from megatron_lowprec.kernels.quantize.rule import Direction
+from megatron_lowprec.kernels.quantize.triton_ops import transformed
+
+_PROGRAMS = 2048
+_ABSENT, _PLAIN, _TRANSFORMED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _operand_amaxes_kernel(
+    x_ptr,
+    amax_ptr,
+    row_signs_ptr,
+    col_signs_ptr,
+    M,
+    N,
+    stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Raises two cells: of the operand along rows, and of that along columns."""
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    tiles_n = tl.cdiv(N, BN)
+    tiles = tl.cdiv(M, GROUP) * tiles_n
+    plain = tl.zeros([1, BN], tl.float32)
+    of_rows, of_columns = plain, plain
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        rows = (tile // tiles_n) * GROUP + tl.arange(0, GROUP)
+        cols = (tile % tiles_n) * BN + tl.arange(0, BN)
+        offsets = rows.to(tl.int64)[:, None] * stride + cols[None, :]
+        x = tl.load(x_ptr + offsets, mask=(rows < M)[:, None] & (cols < N)[None, :], other=0.0)
+        if ROWS == _PLAIN or COLUMNS == _PLAIN:
+            plain = larger(plain, amax_along(tl.abs(x.to(tl.float32)), 0))
+        if ROWS == _TRANSFORMED:
+            y = tl.trans(tl.reshape(x, [BN, GROUP])).to(tl.float32)
+            of_rows = larger(of_rows, amax_along(tl.abs(transformed(y, row_signs_ptr, GROUP, ROUNDS, DTYPE)), 0))
+        if COLUMNS == _TRANSFORMED:
+            y = transformed(x.to(tl.float32), col_signs_ptr, GROUP, ROUNDS, DTYPE)
+            of_columns = larger(of_columns, amax_along(tl.abs(y), 0))
+    if ROWS != _ABSENT:
+        raise_to_amax(amax_ptr, plain if ROWS == _PLAIN else of_rows)
+    if COLUMNS != _ABSENT:
+        raise_to_amax(amax_ptr + 1, plain if COLUMNS == _PLAIN else of_columns)
+
+
+@lru_cache(maxsize=64)
+def _specialized(rows: int, columns: int, rounds: bool, group: int) -> tuple[Specialized, int]:
+    """The kernel, and the columns of its tile."""
+    width = max(4096 // group, group)
+    constants = {"ROWS": rows, "COLUMNS": columns, "ROUNDS": rounds, "GROUP": group, "BN": width}
+    # a contracted multiply-add rounds once, the reference twice
+    return Specialized(_operand_amaxes_kernel, constants, num_warps=4, enable_fp_fusion=False), width
+
+
+def operand_amaxes(
+    x: torch.Tensor, *, rows: Direction | None, columns: Direction | None, rounds_transform: bool = False
+) -> torch.Tensor:
+    """As the reference."""
+    (M, N), device = x.shape, x.device
+    amaxes = torch.zeros(2, dtype=torch.float32, device=device)
+    signs = [None if way is None else way.signs for way in (rows, columns)]
+    kinds = [0 if way is None else 1 if way.signs is None else 2 for way in (rows, columns)]
+    group = next((each.numel() for each in signs if each is not None), 16)
+    kernel, width = _specialized(kinds[0], kinds[1], rounds_transform, group)
+    programs = min(_PROGRAMS, -(-M // group) * -(-N // width))
+    arguments = (x, amaxes, *(x if each is None else each for each in signs), M, N, x.stride(0))
+    kernel.launch(programs, device, arguments, specialized_on(arguments))
+    return amaxes

@@ -1,0 +1,105 @@
+"""Groups of entries [GROUP, P] quantized in Triton: transform, scales, rounding; bits equal ``reference.py``.
+
+A thread holds one group, or several: what runs along dimension 0 exchanges no data.
+"""
+
+import triton
+import triton.language as tl
+
+from megatron_lowprec.kernels.philox.triton import draw_bits, philox, place
+from megatron_lowprec.kernels.quantize.triton_coded import amax_of_blocks, quantize_coded
+from megatron_lowprec.kernels.quantize.triton_ops import (
+    NOT_FLOOR,
+    STOCHASTIC,
+    e8m0,
+    element_codes,
+    power_of_two,
+    round_to_grid,
+    transformed,
+)
+
+
+@triton.jit
+def quantize_groups(
+    y,
+    row,
+    first_column,
+    start,
+    gate_offset,
+    gate_stride,
+    signs_ptr,
+    amax_ptr,
+    key0,
+    key1,
+    scale_key0,
+    scale_key1,
+    step,
+    microbatch,
+    unit,
+    MX: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """[MX.GROUP, P] fp32, widened from DTYPE -> elements, and scale bytes, int32 [GROUP / BLOCK, P].
+
+    Elements are fp32 [GROUP, P], dequantized; or, with ``MX.CODE_BITS`` above 0, int32 codes of that width,
+    [GROUP, P], or uint8 [GROUP / 2, P] with two 4-bit codes a byte.
+    """
+    P: tl.constexpr = y.shape[1]
+    GROUP: tl.constexpr = MX.GROUP
+    BLOCKS: tl.constexpr = GROUP // MX.BLOCK
+    if HADAMARD:
+        y = transformed(y, signs_ptr, GROUP, MX.ROUNDS_TRANSFORM, DTYPE)
+    blocks = tl.reshape(y, [BLOCKS, MX.BLOCK, P])
+    amax = amax_of_blocks(tl.abs(blocks), MX)
+    if MX.SCALE_MANTISSA == 0:
+        byte = e8m0(amax, MX)
+        is_nan = byte == 255
+        # 2^(127 - byte) is the byte 254 - byte; 255 stays NaN
+        encode = power_of_two(tl.where(is_nan, 255, 254 - byte))
+        decode = power_of_two(byte)
+        v = blocks * (encode * MX.HEADROOM)[:, None, :]
+    if MX.ROUNDING == STOCHASTIC:
+        draws = tl.reshape(
+            draw_bits(row, first_column, key0, key1, step, microbatch, start, gate_offset, gate_stride, GROUP),
+            [BLOCKS, MX.BLOCK, P],
+        )
+    else:
+        draws = tl.zeros([1, 1, 1], tl.uint32)
+    if MX.SCALE_MANTISSA > 0:
+        scale_draws = tl.zeros([1, 1], tl.uint32)
+        if MX.SCALE_ROUNDING == STOCHASTIC:
+            column = first_column[None, :] + tl.arange(0, BLOCKS)[:, None] * MX.BLOCK
+            call = place(column, start, gate_offset, gate_stride) // 8
+            zero = tl.zeros([1, 1], tl.uint32)
+            words, _, _, _ = philox(call, row[None, :], zero + step, zero + microbatch, scale_key0, scale_key1)
+            scale_draws = words & 0xFFFF
+        elements, decode = quantize_coded(blocks, amax, amax_ptr, draws, scale_draws, unit, MX)
+        is_nan = decode != decode
+        byte = decode
+        if MX.CODE_BITS > 0:
+            byte = element_codes(decode, MX.SCALE_MANTISSA, MX.SCALE_MIN_EXPONENT, 8, MX.SCALE_NAN_CODE, is_nan)
+    else:
+        if MX.NATIVE and MX.MANTISSA == 3:
+            elements = v.to(tl.float8e4nv)
+        elif MX.NATIVE:
+            elements = v.to(tl.float8e5)
+        else:
+            # the floor rule scales below 2^(MAX_EXPONENT + 1): with enough headroom no entry saturates
+            ABOVE: tl.constexpr = MX.HEADROOM * 2.0 ** (MX.MAX_EXPONENT + 1) > MX.MAX
+            SATURATES: tl.constexpr = ((NOT_FLOOR >> MX.RULE) & 1) != 0 or ABOVE
+            elements = round_to_grid(
+                v, draws, unit, MX.MANTISSA, MX.MIN_EXPONENT, MX.MAX, MX.ROUNDING, MX.RANDOM_BITS, SATURATES
+            )
+    if MX.CODE_BITS == 0:
+        out = tl.reshape(elements.to(tl.float32) * decode[:, None, :], [GROUP, P])
+    elif MX.NATIVE:
+        out = tl.reshape(elements.to(tl.uint8, bitcast=True), [GROUP, P])
+    else:
+        codes = element_codes(elements, MX.MANTISSA, MX.MIN_EXPONENT, MX.CODE_BITS, MX.NAN_CODE, is_nan[:, None, :])
+        if MX.CODE_BITS == 4:
+            low, high = tl.split(tl.permute(tl.reshape(codes, [GROUP // 2, 2, P]), (0, 2, 1)))
+            out = (low | (high << 4)).to(tl.uint8)
+        else:
+            out = tl.reshape(codes, [GROUP, P])  # the store converts them
+    return out, byte

@@ -11,7 +11,8 @@ from typing import TypedDict
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.activation_spec import ActivationSpec
-from megatron_lowprec.recipe.recipe import GradientSpec, KeepBf16, OptimizerSpec, Recipe
+from megatron_lowprec.recipe.quant_spec import TensorScaleSpec
+from megatron_lowprec.recipe.recipe import BF16, GradientSpec, KeepBf16, OptimizerSpec, Phase, Recipe, Rule
 from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, QuantSpec
 
 ENTRY_POINT_GROUP = "megatron_lowprec.recipes"
@@ -89,13 +90,19 @@ MXFP8_E5M2 = replace(MXFP8, format="e5m2")
 MXFP8_OCP = QuantSpec("e4m3", granularity="1x32", scale_format="e8m0", scale_rule="floor")
 MXFP4 = QuantSpec("e2m1", granularity="1x32", scale_format="e8m0", scale_rule="floor")
 MXFP4_SR = replace(MXFP4, rounding="stochastic", headroom=0.75)
+MXFP8_32X32 = replace(MXFP8, granularity="32x32")
+NVFP4 = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(448.0 * 6.0))
+NVFP4_16X16 = replace(NVFP4, granularity="16x16")
+NVFP4_SR = replace(NVFP4, rounding="stochastic", random_bits=8)  # the bits of Blackwell's cvt.rs
 
 _TE = "arXiv 2209.05433; TransformerEngine"
 _TORCHAO = "torchao float8"
 _DEEPSEEK = "arXiv 2412.19437"
 _MXFP8 = "arXiv 2506.08027"
 _MXFP4 = "arXiv 2502.20586"
+_MXFP8_2D = "TransformerEngine #2634"
 _FP8_LM = "arXiv 2310.18313"
+_NVFP4 = "arXiv 2509.25149; TransformerEngine"
 
 
 class _Backward(TypedDict):
@@ -115,12 +122,14 @@ def _backward(operand: QuantSpec, hadamard: HadamardSpec | None = None) -> _Back
     }
 
 
-def _gemms(x: QuantSpec, w: QuantSpec, dy: QuantSpec, fast_fprop: bool = False) -> _AllGemms:
+def _gemms(
+    x: QuantSpec, w: QuantSpec, dy: QuantSpec, fast_fprop: bool = False, wgrad_hadamard: HadamardSpec | None = None
+) -> _AllGemms:
     """All three GEMMs, with the same spec for a tensor in each of its GEMMs."""
     return {
         "fprop": GemmSpec(input=x, weight=w, fast_accumulation=fast_fprop),
         "dgrad": GemmSpec(grad_output=dy, weight=w),
-        "wgrad": GemmSpec(grad_output=dy, input=x),
+        "wgrad": GemmSpec(grad_output=dy, input=x, hadamard=wgrad_hadamard),
     }
 
 
@@ -131,6 +140,8 @@ _FP8_LM_STATE = OptimizerSpec(exp_avg="e4m3", exp_avg_sq="fp16", master="fp16")
 _FP8_LM_GRADIENTS = GradientSpec("e4m3", accumulation="fp32")
 _FP8_DELAYED_FPROP = GemmSpec(input=FP8_DELAYED, weight=FP8_DELAYED, fast_accumulation=True)
 _CURRENT_GEMMS = _gemms(FP8_CURRENT, FP8_CURRENT, FP8_CURRENT_E5M2, fast_fprop=True)
+_NVFP4_GEMMS = _gemms(NVFP4, NVFP4_16X16, NVFP4_SR, wgrad_hadamard=HadamardSpec(16, signs="nvfp4"))
+_LAST_15_PERCENT = (Rule.of(BF16, last_fraction=0.15),)
 
 for _recipe in (
     Recipe("bf16", "no quantization: the compute dtype in all three GEMMs"),
@@ -190,6 +201,12 @@ for _recipe in (
     Recipe("mxfp8_e5m2_grad", "mxfp8 with gradients in E5M2", _MXFP8, **_gemms(MXFP8, MXFP8, MXFP8_E5M2)),
     Recipe("mxfp8_e5m2_weight", "mxfp8 with weights in E5M2", _MXFP8, **_gemms(MXFP8, MXFP8_E5M2, MXFP8)),
     Recipe("mxfp8_e5m2_act", "mxfp8 with activations in E5M2", _MXFP8, **_gemms(MXFP8_E5M2, MXFP8, MXFP8)),
+    Recipe(
+        "mxfp8_2d",
+        "mxfp8 with weights scaled by 32x32, so that fprop and dgrad multiply the same numbers",
+        _MXFP8_2D,
+        **_gemms(MXFP8, MXFP8_32X32, MXFP8),
+    ),
     Recipe("mxfp4", "MXFP4 backward, nearest rounding (Algorithm 1); forward bf16", _MXFP4, **_backward(MXFP4)),
     Recipe("mxfp4_rht", "mxfp4 after a random Hadamard transform", _MXFP4, **_backward(MXFP4, HadamardSpec())),
     Recipe("mxfp4_sr", "MXFP4 backward, unbiased stochastic rounding (Algorithm 2)", _MXFP4, **_backward(MXFP4_SR)),
@@ -205,6 +222,22 @@ for _recipe in (
         _MXFP4,
         fprop=_FP8_DELAYED_FPROP,
         **_backward(MXFP4_SR, HadamardSpec()),
+    ),
+    Recipe(
+        "nvfp4",
+        "NVFP4: weights by 16x16, stochastic gradients, Hadamard transform in wgrad; last 15% of the layers in bf16",
+        _NVFP4,
+        **_NVFP4_GEMMS,
+        rules=_LAST_15_PERCENT,
+    ),
+    Recipe("nvfp4_all", "nvfp4 in all layers, as TransformerEngine's NVFP4BlockScaling", _NVFP4, **_NVFP4_GEMMS),
+    Recipe(
+        "nvfp4_bf16_tail",
+        "nvfp4 with the forward pass in bf16 for the last 18% of the run",
+        _NVFP4,
+        **_NVFP4_GEMMS,
+        rules=_LAST_15_PERCENT,
+        phases=(Phase(from_fraction=0.82, fprop=GemmSpec()),),
     ),
     Recipe(
         "fp8_lm",

@@ -94,6 +94,7 @@ MXFP8_32X32 = replace(MXFP8, granularity="32x32")
 NVFP4 = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(448.0 * 6.0))
 NVFP4_16X16 = replace(NVFP4, granularity="16x16")
 NVFP4_SR = replace(NVFP4, rounding="stochastic", random_bits=8)  # the bits of Blackwell's cvt.rs
+NVFP4_HADAMARD = HadamardSpec(16, signs="nvfp4")
 
 _TE = "arXiv 2209.05433; TransformerEngine"
 _TORCHAO = "torchao float8"
@@ -140,7 +141,7 @@ _FP8_LM_STATE = OptimizerSpec(exp_avg="e4m3", exp_avg_sq="fp16", master="fp16")
 _FP8_LM_GRADIENTS = GradientSpec("e4m3", accumulation="fp32")
 _FP8_DELAYED_FPROP = GemmSpec(input=FP8_DELAYED, weight=FP8_DELAYED, fast_accumulation=True)
 _CURRENT_GEMMS = _gemms(FP8_CURRENT, FP8_CURRENT, FP8_CURRENT_E5M2, fast_fprop=True)
-_NVFP4_GEMMS = _gemms(NVFP4, NVFP4_16X16, NVFP4_SR, wgrad_hadamard=HadamardSpec(16, signs="nvfp4"))
+_NVFP4_GEMMS = _gemms(NVFP4, NVFP4_16X16, NVFP4_SR, wgrad_hadamard=NVFP4_HADAMARD)
 _LAST_15_PERCENT = (Rule.of(BF16, last_fraction=0.15),)
 
 for _recipe in (

@@ -53,8 +53,8 @@ STREAM = RandomStream((3, 4), RngStep(5, 6))
 
 
 def test_specs_are_found() -> None:
-    # 2 delayed, 2 current, row, tensor of powers of two, 4 blockwise, 4 mxfp8, 2 mxfp4, 3 nvfp4
-    assert len(specs_of_recipes()) == 19
+    # 2 delayed, 2 current, row, tensor of powers of two, 4 blockwise, 4 mxfp8, 2 mxfp4, 3 nvfp4, 3 of four over six, 3 of quartet2
+    assert len(specs_of_recipes()) == 25
     assert GemmSpec().quantized is False
 
 

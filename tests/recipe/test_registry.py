@@ -32,6 +32,11 @@ MX_SQUARE = "e4m3:32x32:round_up"
 NV, NV_SQUARE = "e2m1:1x16:product to 2688", "e2m1:16x16:product to 2688"
 NV_SR = NV + ":stochastic 8 bits, headroom 1.0"
 NVFP4 = ((NV, NV_SQUARE), (NV_SR, NV_SQUARE), (NV_SR, NV))
+NV46, NV46_SQUARE = "e2m1:1x16:base to 1536, 4 or 6 by mse", "e2m1:16x16:base to 1536, 4 or 6 by mse"
+NV46_SR = NV46 + ":stochastic 8 bits, headroom 1.0"
+QUARTET = "e2m1:1x16:divided to 1536, 4 or 6 by mse, 0 is one"
+EDEN = "e2m1:1x16:divided to 1554.4, amax to 6.07211, 0 is one, eden, scale stochastic"
+EDEN_AGAIN = EDEN + ":from fprop"
 FP8 = ((DELAYED, DELAYED), (DELAYED_GRAD, DELAYED), (DELAYED_GRAD, DELAYED))
 DEEPSEEK = (
     "state bf16 bf16 fp32 nearest_even, gradients none fp32 fixed buffer, FP8 weights, "
@@ -63,9 +68,16 @@ TABLE = {
     "mxfp4_sr": ("- -", (FP4_SR, FP4_SR), (FP4_SR, FP4_SR), ""),
     "mxfp4_rht_sr": ("- -", (FP4_SR, FP4_SR), (FP4_SR, FP4_SR), "hadamard 64 random"),
     "fp8_mxfp4_rht_sr": ((DELAYED, DELAYED), (FP4_SR, FP4_SR), (FP4_SR, FP4_SR), "hadamard 64 random"),
-    "nvfp4": (*NVFP4, "wgrad hadamard 16 nvfp4, last 15% in bf16"),
-    "nvfp4_all": (*NVFP4, "wgrad hadamard 16 nvfp4"),
-    "nvfp4_bf16_tail": (*NVFP4, "wgrad hadamard 16 nvfp4, last 15% in bf16, from 82% fprop in bf16"),
+    "nvfp4": (*NVFP4, "wgrad hadamard 16 nvfp4 in operand, last 15% in bf16"),
+    "nvfp4_all": (*NVFP4, "wgrad hadamard 16 nvfp4 in operand"),
+    "nvfp4_bf16_tail": (*NVFP4, "wgrad hadamard 16 nvfp4 in operand, last 15% in bf16, from 82% fprop in bf16"),
+    "nvfp4_four_over_six": (
+        (NV46, NV46_SQUARE),
+        (NV46_SR, NV46_SQUARE),
+        (NV46_SR, NV46),
+        "wgrad hadamard 16 nvfp4 in operand, last 15% in bf16",
+    ),
+    "quartet2": ((QUARTET, QUARTET), (EDEN, EDEN_AGAIN), (EDEN, EDEN_AGAIN), "hadamard 128 random"),
     "fp8_lm": (
         *FP8,
         "state e4m3 fp16 fp16 stochastic, gradients e4m3 fp32 fixed buffer",
@@ -81,12 +93,21 @@ def words(spec: QuantSpec | None) -> str:
         return "-"
     text = f"{spec.format}:{spec.granularity}:{spec.scale_rule}"
     if spec.tensor_scale is not None:
+        assert spec.tensor_scale.granularity == "tensor"
         text += f" to {spec.tensor_scale.target:g}"
+    scale = spec.scale
+    text += f", amax to {scale.block_target:g}" if scale.block_target else ""
+    text += f", 4 or 6 by {scale.four_over_six}" if scale.four_over_six else ""
+    text += f", 0 is {scale.zero_code}" if scale.zero_code != "zero" else ""
+    text += f", {spec.correction}" if spec.correction else ""
+    text += f", scale {scale.rounding}" if scale.rounding != "nearest_even" else ""
     if spec.rounding != "nearest_even":
         text += f":{spec.rounding} {spec.random_bits} bits, headroom {spec.headroom}"
+    if spec.source != "original":
+        text += f":from {spec.source}"
     if spec.scaling == "delayed":
         text += f":{spec.history_rule} of {spec.history}, margin {spec.margin}"
-    of_rules = {"floor": "e8m0", "round_up": "e8m0", "product": "e4m3"}
+    of_rules = {"floor": "e8m0", "round_up": "e8m0", "product": "e4m3", "base": "e4m3", "divided": "e4m3"}
     assert spec.scale_format == of_rules.get(spec.scale_rule, "fp32")
     torchao = spec.scale_rule == "amax_pow2" and spec.block is None
     assert spec.amax_floor == (1e-12 if torchao else 0.0)
@@ -107,6 +128,7 @@ def row_of(recipe: Recipe) -> tuple[object, ...]:
             transforms.setdefault(gemm.hadamard, []).append(name)
     more = [
         f"{'' if of == ['dgrad', 'wgrad'] else ' '.join(of) + ' '}hadamard {hadamard.block} {hadamard.signs}"
+        f"{' in operand' if hadamard.output == 'operand' else ''}"
         for hadamard, of in transforms.items()
     ]
     keep = recipe.keep_bf16

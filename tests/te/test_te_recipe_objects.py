@@ -81,6 +81,8 @@ REFUSED = {
     "fp8_current_bf16_ends": "rules need the layer's number",
     "nvfp4": "rules need the layer's number",
     "nvfp4_bf16_tail": "phases need the step of the training",
+    "nvfp4_four_over_six": "fprop.input.scale.rule is base",
+    "quartet2": "fprop.input.scale.rule is divided",
     "fp8_rowwise": "fprop.input.granularity is row",
     "fp8_rowwise_gw_hp": "fprop.input.granularity is row",
     "mxfp8_ocp": "fprop.input.scale_rule is floor",

@@ -79,12 +79,12 @@ def as_operand(x: Tensor, spec: QuantSpec | None, stream: RandomStream, amax: Te
     """The operand of a product."""
     if spec is None:
         return Operand(x, None, x.shape[1], 1.0)
-    made, block, outer = quantized(x, spec, stream, amax, group), block_sizes(spec, x), spec.outer_block
-    data, scale, above = made.elements, as_numbers(made.scale, spec.scale_format), made.rowwise_tensor_scale
+    made, inner, outer = quantized(x, spec, stream, amax, group), block_sizes(spec, x), spec.outer_block
+    scale, above, folds = as_numbers(made.scale, spec.scale_format), made.rowwise_tensor_scale, spec.folds_scale
     alpha = (1.0 if above is None or outer else above) / spec.headroom
-    if spec.folds_scale:  # exact in the data, also in bf16
-        data, scale, block = scale_blocks(data, scale, block), above if outer else None, outer or (1, x.shape[1])
-    return Operand(data, None if scale is None else scale_blocks(torch.ones_like(x), scale, block), block[1], alpha)
+    data = scale_blocks(made.elements, scale, inner) if folds else made.elements  # exact, also in bf16
+    kept, block = (above if outer else None, outer or (1, x.shape[1])) if folds else (scale, inner)
+    return Operand(data, None if kept is None else scale_blocks(torch.ones_like(x), kept, block), block[1], alpha)
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:

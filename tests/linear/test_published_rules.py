@@ -50,7 +50,7 @@ def nvfp4(recipe: str, *more: Removed) -> list[Removed]:
         ("bf16 behind the transform", ["wgrad.hadamard.output=fp32"], "wgrad"),
         ("stochastic rounding in dgrad", NEAREST[:1], "dgrad"),
         ("stochastic rounding in wgrad", NEAREST[1:], "wgrad"),
-        ("8 random bits", each("random_bits=16", "dgrad.grad_output", "wgrad.grad_output"), "dgrad wgrad"),
+        ("8 random bits", each("random_bits=4", "dgrad.grad_output", "wgrad.grad_output"), "dgrad wgrad"),
         ("weights by 16x16", each("granularity=1x16", "fprop.weight", "dgrad.weight"), "fprop dgrad"),
         ("tensor scale of x", each("tensor_scale=null", "fprop.input", "wgrad.input"), "fprop wgrad"),
         ("tensor scale of w", each("tensor_scale=null", "fprop.weight", "dgrad.weight"), "fprop dgrad"),

@@ -42,8 +42,8 @@ from megatron_lowprec.errors import Parser
 from megatron_lowprec.linear.backends.table import choose
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.explain import describe_levels
-from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
-from megatron_lowprec.recipe.recipe import KeepBf16, Recipe
+from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.recipe.recipe import KeepBf16, Phase, Recipe, Rule
 from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec
 from megatron_lowprec.report.amounts import amount, signed
@@ -220,9 +220,9 @@ def _changes(base: Recipe, other: Recipe) -> dict[str, tuple[str, str]]:
                 pairs[f"{gemm}.{operand}.{field}"] = pair
         pairs[f"{gemm}.hadamard"] = _transform(there) or "none", _transform(here) or "none"
         pairs[f"{gemm}.fast_accumulation"] = str(there.fast_accumulation).lower(), str(here.fast_accumulation).lower()
-    for change in ("rules", "phases"):
-        first, second = (recipe_to_dict(recipe).get(change, []) for recipe in (base, other))
-        pairs[change] = str(first), str(second)
+    for name in ("rules", "phases"):
+        first, second = ("; ".join(_change(recipe, each) for each in getattr(recipe, name)) for recipe in (base, other))
+        pairs[name] = first or "none", second or "none"
     for keep in fields(KeepBf16):
         values = getattr(base.keep_bf16, keep.name), getattr(other.keep_bf16, keep.name)
         pairs[f"keep_bf16.{keep.name}"] = str(values[0]), str(values[1])
@@ -231,6 +231,22 @@ def _changes(base: Recipe, other: Recipe) -> dict[str, tuple[str, str]]:
         pairs |= {f"{part}.{name}": (there_is[name], here_is[name]) for name in there_is}
     pairs["fp8_weights"] = str(base.fp8_weights).lower(), str(other.fp8_weights).lower()
     return {key: (before, after) for key, (before, after) in pairs.items() if before != after}
+
+
+def _change(recipe: Recipe, change: Rule | Phase) -> str:
+    """A rule or a phase: where or when it applies, and what its GEMMs change of the recipe's."""
+    words = []
+    for gemm, spec in change.gemms.items():
+        before = recipe.gemms[gemm]
+        named = [(operand, getattr(before, operand), getattr(spec, operand)) for operand in GEMM_OPERANDS[gemm]]
+        found = [f"{gemm}.{operand} {_in_a_line(_numerics(here))}" for operand, there, here in named if there != here]
+        found += [f"{gemm} {_transform(spec) or 'without transform'}"] if spec.hadamard != before.hadamard else []
+        words += found if spec.quantized else [f"{gemm} bf16"]
+    if words == [f"{gemm} bf16" for gemm in GEMM_OPERANDS]:
+        words = ["bf16"]
+    fields_of = {name: value for name, value in vars(change).items() if name.startswith("from_") and value is not None}
+    when = ", ".join(f"`{name}` {value:g}" for name, value in fields_of.items())
+    return f"{when or str(change).strip('{}')}: {', '.join(words)}"
 
 
 def _in_a_line(parts: Row) -> str:

@@ -11,7 +11,8 @@ from typing import TypedDict
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.activation_spec import ActivationSpec
-from megatron_lowprec.recipe.recipe import GradientSpec, KeepBf16, OptimizerSpec, Recipe
+from megatron_lowprec.recipe.quant_spec import ScaleSpec, TensorScaleSpec
+from megatron_lowprec.recipe.recipe import BF16, GradientSpec, KeepBf16, OptimizerSpec, Phase, Recipe, Rule
 from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, QuantSpec
 
 ENTRY_POINT_GROUP = "megatron_lowprec.recipes"
@@ -89,13 +90,43 @@ MXFP8_E5M2 = replace(MXFP8, format="e5m2")
 MXFP8_OCP = QuantSpec("e4m3", granularity="1x32", scale_format="e8m0", scale_rule="floor")
 MXFP4 = QuantSpec("e2m1", granularity="1x32", scale_format="e8m0", scale_rule="floor")
 MXFP4_SR = replace(MXFP4, rounding="stochastic", headroom=0.75)
+MXFP8_32X32 = replace(MXFP8, granularity="32x32")
+NVFP4 = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(448.0 * 6.0))
+NVFP4_16X16 = replace(NVFP4, granularity="16x16")
+NVFP4_SR = replace(NVFP4, rounding="stochastic", random_bits=8)  # the bits of Blackwell's cvt.rs
+NVFP4_HADAMARD = HadamardSpec(16, signs="nvfp4", output="operand")
+# the larger of both scales, 3/2 of 256, is below E4M3's 448
+NVFP4_4OVER6 = QuantSpec(
+    "e2m1", scale=ScaleSpec("1x16", "e4m3", "base", four_over_six="mse"), tensor_scale=TensorScaleSpec(256.0 * 6.0)
+)
+NVFP4_4OVER6_16X16 = replace(NVFP4_4OVER6, granularity="16x16")
+NVFP4_4OVER6_SR = replace(NVFP4_4OVER6, rounding="stochastic", random_bits=8)
+QUARTET2 = QuantSpec(
+    "e2m1",
+    scale=ScaleSpec("1x16", "e4m3", "divided", four_over_six="mse", zero_code="one"),
+    tensor_scale=TensorScaleSpec(256.0 * 6.0),
+)
+# a block's largest entry is mapped to 6 / 0.988125, which lowers the error; a corrected scale may exceed 256
+_EDEN_TARGET = 6.0 / (17 / 16 * 0.93)
+QUARTET2_EDEN = QuantSpec(
+    "e2m1",
+    scale=ScaleSpec("1x16", "e4m3", "divided", rounding="stochastic", block_target=_EDEN_TARGET, zero_code="one"),
+    tensor_scale=TensorScaleSpec(255.99 * _EDEN_TARGET),
+    correction="eden",
+)
+_QUARTET2_EDEN_AGAIN = replace(QUARTET2_EDEN, source="fprop")
+_QUARTET2_HADAMARD = HadamardSpec(128)
 
 _TE = "arXiv 2209.05433; TransformerEngine"
 _TORCHAO = "torchao float8"
 _DEEPSEEK = "arXiv 2412.19437"
 _MXFP8 = "arXiv 2506.08027"
 _MXFP4 = "arXiv 2502.20586"
+_MXFP8_2D = "TransformerEngine #2634"
 _FP8_LM = "arXiv 2310.18313"
+_NVFP4 = "arXiv 2509.25149; TransformerEngine"
+_FOUR_OVER_SIX = "arXiv 2512.02010"
+_QUARTET2 = "arXiv 2601.22813"
 
 
 class _Backward(TypedDict):
@@ -115,12 +146,14 @@ def _backward(operand: QuantSpec, hadamard: HadamardSpec | None = None) -> _Back
     }
 
 
-def _gemms(x: QuantSpec, w: QuantSpec, dy: QuantSpec, fast_fprop: bool = False) -> _AllGemms:
+def _gemms(
+    x: QuantSpec, w: QuantSpec, dy: QuantSpec, fast_fprop: bool = False, wgrad_hadamard: HadamardSpec | None = None
+) -> _AllGemms:
     """All three GEMMs, with the same spec for a tensor in each of its GEMMs."""
     return {
         "fprop": GemmSpec(input=x, weight=w, fast_accumulation=fast_fprop),
         "dgrad": GemmSpec(grad_output=dy, weight=w),
-        "wgrad": GemmSpec(grad_output=dy, input=x),
+        "wgrad": GemmSpec(grad_output=dy, input=x, hadamard=wgrad_hadamard),
     }
 
 
@@ -131,6 +164,8 @@ _FP8_LM_STATE = OptimizerSpec(exp_avg="e4m3", exp_avg_sq="fp16", master="fp16")
 _FP8_LM_GRADIENTS = GradientSpec("e4m3", accumulation="fp32")
 _FP8_DELAYED_FPROP = GemmSpec(input=FP8_DELAYED, weight=FP8_DELAYED, fast_accumulation=True)
 _CURRENT_GEMMS = _gemms(FP8_CURRENT, FP8_CURRENT, FP8_CURRENT_E5M2, fast_fprop=True)
+_NVFP4_GEMMS = _gemms(NVFP4, NVFP4_16X16, NVFP4_SR, wgrad_hadamard=NVFP4_HADAMARD)
+_LAST_15_PERCENT = (Rule.of(BF16, last_fraction=0.15),)
 
 for _recipe in (
     Recipe("bf16", "no quantization: the compute dtype in all three GEMMs"),
@@ -190,6 +225,12 @@ for _recipe in (
     Recipe("mxfp8_e5m2_grad", "mxfp8 with gradients in E5M2", _MXFP8, **_gemms(MXFP8, MXFP8, MXFP8_E5M2)),
     Recipe("mxfp8_e5m2_weight", "mxfp8 with weights in E5M2", _MXFP8, **_gemms(MXFP8, MXFP8_E5M2, MXFP8)),
     Recipe("mxfp8_e5m2_act", "mxfp8 with activations in E5M2", _MXFP8, **_gemms(MXFP8_E5M2, MXFP8, MXFP8)),
+    Recipe(
+        "mxfp8_2d",
+        "mxfp8 with weights scaled by 32x32, so that fprop and dgrad multiply the same numbers",
+        _MXFP8_2D,
+        **_gemms(MXFP8, MXFP8_32X32, MXFP8),
+    ),
     Recipe("mxfp4", "MXFP4 backward, nearest rounding (Algorithm 1); forward bf16", _MXFP4, **_backward(MXFP4)),
     Recipe("mxfp4_rht", "mxfp4 after a random Hadamard transform", _MXFP4, **_backward(MXFP4, HadamardSpec())),
     Recipe("mxfp4_sr", "MXFP4 backward, unbiased stochastic rounding (Algorithm 2)", _MXFP4, **_backward(MXFP4_SR)),
@@ -205,6 +246,37 @@ for _recipe in (
         _MXFP4,
         fprop=_FP8_DELAYED_FPROP,
         **_backward(MXFP4_SR, HadamardSpec()),
+    ),
+    Recipe(
+        "nvfp4",
+        "NVFP4: weights by 16x16, stochastic gradients, Hadamard transform in wgrad; last layers in bf16",
+        _NVFP4,
+        **_NVFP4_GEMMS,
+        rules=_LAST_15_PERCENT,
+    ),
+    Recipe("nvfp4_all", "nvfp4 in all layers, as TransformerEngine's NVFP4BlockScaling", _NVFP4, **_NVFP4_GEMMS),
+    Recipe(
+        "nvfp4_bf16_tail",
+        "nvfp4 with the forward pass in bf16 at the end of the run",
+        _NVFP4,
+        **_NVFP4_GEMMS,
+        rules=_LAST_15_PERCENT,
+        phases=(Phase(from_fraction=0.82, fprop=GemmSpec()),),
+    ),
+    Recipe(
+        "nvfp4_four_over_six",
+        "nvfp4 with each block's largest entry mapped to 6 or to 4, whichever has the lower squared error",
+        _FOUR_OVER_SIX,
+        **_gemms(NVFP4_4OVER6, NVFP4_4OVER6_16X16, NVFP4_4OVER6_SR, wgrad_hadamard=NVFP4_HADAMARD),
+        rules=_LAST_15_PERCENT,
+    ),
+    Recipe(
+        "quartet2",
+        "NVFP4, four over six in fprop; backward from fprop's operands, Hadamard 128, corrected stochastic scales",
+        _QUARTET2,
+        fprop=GemmSpec(input=QUARTET2, weight=QUARTET2),
+        dgrad=GemmSpec(grad_output=QUARTET2_EDEN, weight=_QUARTET2_EDEN_AGAIN, hadamard=_QUARTET2_HADAMARD),
+        wgrad=GemmSpec(grad_output=QUARTET2_EDEN, input=_QUARTET2_EDEN_AGAIN, hadamard=_QUARTET2_HADAMARD),
     ),
     Recipe(
         "fp8_lm",

@@ -93,6 +93,8 @@ def why_no_factory(recipe: Recipe) -> str | None:
     Args:
         recipe: one that TransformerEngine has quantizers for.
     """
+    if "nvfp4" in kinds_of(recipe):
+        return "Megatron-core makes NVFP4's own recipe (--fp4-format e2m1 --fp4-recipe nvfp4), which needs no factory"
     if "delayed" in kinds_of(recipe):
         return "amax windows would advance once a layer, since Megatron-core enters an FP8 context for each layer"
     if (what := by_place_or_time(recipe)) is not None:

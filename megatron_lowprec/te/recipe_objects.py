@@ -1,8 +1,8 @@
 """TransformerEngine's recipe objects, for ``te.autocast``.
 
 Every field that decides numerics is set, so that no environment variable does: TransformerEngine's classes read
-``NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES``, ``NVTE_FP8_BLOCK_SCALING_FP32_SCALES`` and ``NVTE_BACKWARD_OVERRIDE`` for
-their defaults when they are imported.
+``NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES``, ``NVTE_FP8_BLOCK_SCALING_FP32_SCALES``, ``NVTE_BACKWARD_OVERRIDE`` and
+``NVTE_NVFP4_*`` for their defaults when they are imported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def te_recipe(recipe: RecipeLike) -> Any:
     """TransformerEngine's recipe with the numerics of ``recipe``: ``te.autocast(recipe=te_recipe("fp8_current"))``.
 
     A class of its own where one computes the recipe (``DelayedScaling``, ``Float8CurrentScaling``,
-    ``Float8BlockScaling``, ``MXFP8BlockScaling``), otherwise a ``CustomRecipe`` with a ``QuantizerFactory``.
+    ``Float8BlockScaling``, ``MXFP8BlockScaling``, ``NVFP4BlockScaling``), otherwise a ``CustomRecipe`` with a
+    ``QuantizerFactory``.
 
     Args:
         recipe: a recipe, a registered name or a YAML file.
@@ -72,6 +73,16 @@ def _with_parameters(recipe_class: Any, kind: Kind, recipe: Recipe, common: dict
         return recipe_class(**history, **common)
     if kind == "mxfp8":
         return recipe_class(enable_2d_quantization=quants["weight"].granularity == "32x32", **common)
+    if kind == "nvfp4":
+        gradient = quants.get("grad_output")
+        return recipe_class(
+            disable_rht=recipe.wgrad.hadamard is None,
+            disable_stochastic_rounding=gradient is None or gradient.rounding != "stochastic",
+            disable_2d_quantization=quants["weight"].granularity != "16x16",
+            row_scaled_activation=False,
+            nvfp4_4over6="none",
+            **common,
+        )
     if kind == "tensorwise":
         accumulation = import_te("common.recipe").MMParams
         products = {

@@ -142,6 +142,8 @@ def _why_no_fields(recipe: Recipe) -> str | None:
     if not recipe.quantized:
         return None
     kind, ends = builtin_kind(recipe), bf16_ends(recipe)
+    if kind == "nvfp4":
+        return "Megatron-core's FP8 fields have no NVFP4, and the driver does not set its FP4 fields"
     if kind is None or not quantizes_backward(recipe):
         return "Megatron-core's fields have one kind of scaling, for all tensors and all GEMMs"
     if ends is None:

@@ -16,17 +16,18 @@ A recipe's name is never used: its data are compared, operand by operand. Source
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from megatron_lowprec.recipe.recipe import BF16, Recipe, Rule
+from megatron_lowprec.recipe.registry import NVFP4, NVFP4_16X16, NVFP4_HADAMARD, NVFP4_SR
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec
 
 TESTED_VERSION = "2.20.2"
 INSTALL = f"pip install --no-build-isolation 'transformer-engine[pytorch]=={TESTED_VERSION}'"
 
-Kind = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
-"""A kind of scaling, by Megatron-core's name in ``--fp8-recipe``."""
+Kind = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"]
+"""A kind of scaling, by Megatron-core's name in ``--fp8-recipe`` or ``--fp4-recipe``."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ KINDS: dict[Kind, ScalingKind] = {
     "tensorwise": ScalingKind("Float8CurrentScaling", ("tensor",), ("amax", "amax_pow2"), amax_floor=True),
     "blockwise": ScalingKind("Float8BlockScaling", ("1x128", "128x128"), ("amax", "amax_pow2"), amax_floor=True),
     "mxfp8": ScalingKind("MXFP8BlockScaling", ("1x32", "32x32"), ("round_up",), multiple=32),
+    "nvfp4": ScalingKind("NVFP4BlockScaling", ("1x16", "16x16"), ("product",)),
 }
+_NATIVE_ON_BLACKWELL = ("mxfp8", "nvfp4")
 _DIRECTIONS = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
 _FORMATS = ("e4m3", "e5m2")
 
@@ -100,7 +103,7 @@ def why_not(recipe: Recipe) -> str | None:
     if recipe.activations.quantized:
         return "it also quantizes saved activations, which only this project's layers do"
     reasons = [_gemm_fault(name, gemm) for name, gemm in recipe.gemms.items()]
-    reasons += [_delayed_fault(recipe)]
+    reasons += [_delayed_fault(recipe), _nvfp4_fault(recipe)]
     found = next((reason for reason in reasons if reason is not None), None)
     if found is None and builtin_kind(recipe) != "tensorwise":
         found = accumulation_fault(recipe)
@@ -135,7 +138,7 @@ def builtin_kind(recipe: Recipe) -> Kind | None:
     if len(kinds) != 1 or not recipe.fprop.quantized or not alike:
         return None
     (kind,) = kinds
-    if {quantized["input"].format, quantized["weight"].format} != {"e4m3"}:
+    if {quantized["input"].format, quantized["weight"].format} != {"e2m1" if kind == "nvfp4" else "e4m3"}:
         return None
     if kind == "delayed" and len({_history(quant) for quant in quantized.values()}) > 1:
         return None
@@ -163,9 +166,11 @@ def _gemm_fault(name: str, gemm: GemmSpec) -> str | None:
     fault = next((fault for fault in faults if fault is not None), None)
     if fault is not None:
         return fault
-    if gemm.hadamard is not None:
-        return f"{name} has a Hadamard transform, which its FP8 quantizers lack"
     quants = [quant for quant in operands.values() if quant is not None]
+    if gemm.hadamard is not None and not (name == "wgrad" and {kind_of(quant) for quant in quants} == {"nvfp4"}):
+        return f"{name} has a Hadamard transform, which only its NVFP4 quantizers have, and only in wgrad"
+    if gemm.hadamard not in (None, NVFP4_HADAMARD):
+        return f"{name}.hadamard is {gemm.hadamard}, but its quantizers have {NVFP4_HADAMARD}"
     if len(quants) < len(operands):
         return f"{name} has one operand in the compute dtype; its GEMMs quantize both or neither"
     kinds = {kind_of(quant) for quant in quants}
@@ -179,6 +184,8 @@ def _gemm_fault(name: str, gemm: GemmSpec) -> str | None:
 
 
 def _operand_fault(place: str, quant: QuantSpec) -> str | None:
+    if quant.format == "e2m1" and quant.granularity in KINDS["nvfp4"].granularities:
+        return _nvfp4_operand_fault(place, quant)
     if quant.format not in _FORMATS:
         return f"{place}.format is {quant.format}, but its quantizers have e4m3, e5m2 and NVFP4"
     if (quant.rounding, quant.headroom) != ("nearest_even", 1.0):
@@ -188,7 +195,8 @@ def _operand_fault(place: str, quant: QuantSpec) -> str | None:
         return f"{place}.history_rule is held, but its histories have max and most_recent"
     if quant.source != "original":
         return f"{place}.source is {quant.source}, but its FP8 casts take the original tensor"
-    rows = [row for kind, row in KINDS.items() if (kind == "delayed") == (quant.scaling == "delayed")]
+    of_fp8 = [(kind, row) for kind, row in KINDS.items() if kind != "nvfp4"]
+    rows = [row for kind, row in of_fp8 if (kind == "delayed") == (quant.scaling == "delayed")]
     matching = next((row for row in rows if quant.granularity in row.granularities), None)
     if matching is None:
         known = ", ".join(granularity for row in rows for granularity in row.granularities)
@@ -199,6 +207,34 @@ def _operand_fault(place: str, quant: QuantSpec) -> str | None:
     if quant.amax_floor and not matching.amax_floor:
         return f"{place}.amax_floor is {quant.amax_floor:g}, but {matching.recipe_class} has none"
     return None
+
+
+def _nvfp4_operand_fault(place: str, quant: QuantSpec) -> str | None:
+    """The first field that differs: blocks of 16x16 are the weight's, and stochastic rounding is the gradient's."""
+    tensor = place.partition(".")[2]
+    drawn = tensor == "grad_output" and quant.rounding == "stochastic"
+    square = tensor == "weight" and quant.granularity == "16x16"
+    wanted = NVFP4_SR if drawn else NVFP4_16X16 if square else NVFP4
+    ours, theirs = _fields(quant), _fields(wanted)
+    for field in {**theirs, **ours}:
+        if (value := ours.get(field)) != (known := theirs.get(field)):
+            return f"{place}.{field} is {value}, but its NVFP4 quantizers have {known}"
+    return None
+
+
+def _fields(quant: QuantSpec) -> dict[str, Any]:
+    """Field, such as ``scale.rule``, -> value; bits are those of stochastic rounding."""
+    quant = replace(quant, random_bits=quant.random_bits if quant.rounding == "stochastic" else NVFP4.random_bits)
+    nested = {name: value if isinstance(value, dict) else {"": value} for name, value in asdict(quant).items()}
+    return {f"{name}.{field}".rstrip("."): value for name, each in nested.items() for field, value in each.items()}
+
+
+def _nvfp4_fault(recipe: Recipe) -> str | None:
+    """NVFP4 is translated to its recipe class; its quantizers in a factory are not."""
+    quants = [quant for pair in directions(recipe).values() for quant in pair if quant is not None]
+    if all(quant.format != "e2m1" for quant in quants) or builtin_kind(recipe) == "nvfp4":
+        return None
+    return "it has NVFP4 in some operands only, or in two ways in one tensor, for which it has no recipe class"
 
 
 def _delayed_fault(recipe: Recipe) -> str | None:
@@ -227,8 +263,8 @@ def accumulation_fault(recipe: Recipe) -> str | None:
     """
     for name, gemm in recipe.gemms.items():
         quant: QuantSpec | None = getattr(gemm, GEMM_OPERANDS[name][0])
-        # fast accumulation exists on Ada and Hopper, MXFP8 from Blackwell on
-        if quant is None or kind_of(quant) == "mxfp8":
+        # fast accumulation exists on Ada and Hopper, MXFP8 and NVFP4 from Blackwell on
+        if quant is None or kind_of(quant) in _NATIVE_ON_BLACKWELL:
             continue
         fast = name == "fprop" and kind_of(quant) != "blockwise"
         if gemm.fast_accumulation != fast:

@@ -109,6 +109,12 @@ RESUMED: dict[str, dict[str, Any]] = {
         "moe_router_bias_update_rate": 0.01,
     },
 }
+# A run of 5 steps, of which 60% are 3: whole, and its parts under the recipe of each phase.
+TAIL: dict[str, dict[str, Any]] = {
+    "whole": {"recipe": "nvfp4_bf16_tail", "recipe_override": "phases=[{from_fraction: 0.6, fprop: bf16}]"},
+    "parts": {"recipe": "nvfp4", "exit_interval": 3},
+    "parts again": {"recipe": "nvfp4", "recipe_override": "fprop=null", "save": "tail parts"},
+}
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True}}
 
 
@@ -146,6 +152,9 @@ def cases() -> dict[str, dict[str, Any]]:
         found[f"{name} resumed"] = common | {"exit_interval": 2}
         # Continues by itself, from its own folder.
         found[f"{name} resumed again"] = common | {"save": f"{name} resumed"}
+    sequence = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True, "train_iters": 5}
+    for name, options in TAIL.items():
+        found[f"tail {name}"] = sequence | options
     sharded = {"bf16": True, "train_iters": 4, "lr_decay_iters": 10, "fp8_sequence_parallel_gather": True}
     found["sequence parallel, FP8 codes"] = RESUMED["sequence parallel"] | sharded | {"no_save": True}
     plain = {"bf16": True, "train_iters": 4, "lr_decay_iters": 10, "no_save": True, "moe_fp8_dispatch": None}
@@ -282,6 +291,14 @@ def test_a_checkpoint_goes_on_under_another_layout(launch: Launch, before: str, 
 def test_resume_is_bit_equal(launch: Launch, name: str) -> None:
     assert launch.losses(f"{name} resumed") == launch.losses(f"{name} whole")
     assert len(launch.losses(f"{name} whole")) == 4
+
+
+@pytest.mark.slow
+def test_a_change_of_phase_is_a_stop_and_a_resume_under_sequence_parallelism(launch: Launch) -> None:
+    assert launch.losses("tail parts") == launch.losses("tail whole")
+    norms = [[row["grad-norm"] for row in launch.rows(name)] for name in ("tail parts", "tail whole")]
+    assert norms[0] == norms[1]
+    assert len(norms[0]) == 5
 
 
 @pytest.mark.slow

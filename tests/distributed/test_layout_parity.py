@@ -23,7 +23,7 @@ from tools.layout_parity.layouts import Layout
 
 # Layout -> the recipe that runs on it.
 COVER = {
-    "gpt TP2": "fp8_current",
+    "gpt TP2": "nvfp4_all",
     "gpt TP2+SP": "fp8_blockwise",
     "gpt PP2": "fp8_delayed",
     "gpt PP2 interleaved": "mxfp4_rht_sr",
@@ -33,7 +33,7 @@ COVER = {
     "gpt TP2xPP2+SP": "fp8_mxfp4_rht_sr",
     "moe_tiny DP2": "bf16",
     "moe_tiny PP2": "bf16",
-    "moe_tiny EP2": "bf16",
+    "moe_tiny EP2": "nvfp4_all",
     "moe_tiny TP2+SP": "mxfp4",
     # bf16 draws and regroups nothing, so that losses behind updates are compared, and the layers' gradients with them
     **{f"deepseek_tiny {layout}": "bf16" for layout in ("DP2", "PP2", "EP2", "TP2+SP")},

@@ -9,11 +9,12 @@ from megatron_lowprec import LowPrecLinear, Recipe, get_recipe, recipes
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.three_gemms import Draws, three_gemms
 
-# the levels of FP8-LM have the GEMMs of fp8_lm, deepseek_v3 those of fp8_blockwise
-NAMES = [name for name in recipes() if not name.startswith("fp8_lm_") and name != "deepseek_v3"]
+# the levels of FP8-LM have the GEMMs of fp8_lm, deepseek_v3 those of fp8_blockwise, nvfp4 and its phases those of
+# nvfp4_all
+_REPEATED = ("deepseek_v3", "nvfp4", "nvfp4_bf16_tail")
+NAMES = [name for name in recipes() if not name.startswith("fp8_lm_") and name not in _REPEATED]
 all_recipes = pytest.mark.parametrize("name", NAMES)
-STOCHASTIC = [n for n in NAMES if any(_.rounding == "stochastic" for _ in [get_recipe(n).dgrad.weight] if _)]
-RANDOM = [*STOCHASTIC, "mxfp4_rht"]
+RANDOM = [name for name in NAMES if get_recipe(name).random]
 DELAYED = [n for n in NAMES if get_recipe(n).delayed_operands()]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 

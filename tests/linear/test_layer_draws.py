@@ -9,12 +9,17 @@ import torch
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lowprec import LowPrecLinear, Recipe, UserError
+from megatron_lowprec import LowPrecLinear, Recipe, UserError, get_recipe
 from megatron_lowprec.linear import layer_state
 from megatron_lowprec.quantization.random_stream import in_backward_pass
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from tests.linear.layers import IN, OUT, RANDOM, SEED, T, all_recipes, layer_of, step, tensors
+
+
+def drawn(name: str) -> list[bool]:
+    """Whether each GEMM's result depends on draws."""
+    return [gemm.random for gemm in get_recipe(name).gemms.values()]
 
 
 @all_recipes
@@ -29,7 +34,7 @@ def test_draws_follow_the_seed_and_not_torchs_generator(name: str, generator: to
     first = gradients(4)
     assert all(map(torch.equal, first, gradients(5)))
     same = [torch.equal(a, b) for a, b in zip(first, gradients(4, seed=8), strict=True)]
-    assert same == [name not in RANDOM] * 2
+    assert same == [not draws for draws in drawn(name)[1:]]
 
 
 @all_recipes
@@ -39,7 +44,8 @@ def test_each_forward_pass_draws_anew_where_a_recipe_draws(name: str, generator:
     layer = layer_of(name)
     before = torch.get_rng_state()
     first, second = step(layer, x, dy), step(layer, x, dy)
-    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True] + [name not in RANDOM] * 2
+    same = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
+    assert same == [not draws for draws in drawn(name)]
     assert torch.equal(torch.get_rng_state(), before)
 
 

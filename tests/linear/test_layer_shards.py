@@ -69,11 +69,19 @@ def test_shards_hold_the_codes_and_scales_of_the_whole(
         return LinearId(LAYER, NAME, spans={split: span}, split=split), cut
 
     # what each rank would send to the reduction, then the maximum over ranks
-    sent: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
-    for rank in range(ranks):
-        operands_of(monkeypatch, recipe, *shard(rank), lambda amax, log=sent[rank]: (log.append(amax), amax)[1])
-    assert len({len(log) for log in sent}) == 1
-    reduced = [torch.stack(amaxes).amax(0) for amaxes in zip(*sent, strict=True)]
+    reduced: list[torch.Tensor] = []
+    for _ in range(2):  # an operand of source fprop depends on a reduced amax
+        sent: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+        for rank in range(ranks):
+            known = iter(reduced)
+            operands_of(
+                monkeypatch,
+                recipe,
+                *shard(rank),
+                lambda amax, log=sent[rank], known=known: (log.append(amax), next(known, amax))[1],
+            )
+        assert len({len(log) for log in sent}) == 1
+        reduced = [torch.stack(amaxes).amax(0) for amaxes in zip(*sent, strict=True)]
     for rank in range(ranks):
         answers = iter(reduced)
         got = operands_of(monkeypatch, recipe, *shard(rank), lambda _, answers=answers: next(answers))

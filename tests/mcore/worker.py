@@ -16,6 +16,7 @@ from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from tests.checks import run_checks
 
@@ -171,7 +172,8 @@ class Recorder:
         product = emulated.gemm
 
         def gemm(a: Any, b: Any, **options: Any) -> Any:
-            self.calls[-1][-1].extend(((a, options["a_scale"]), (b, options["b_scale"])))
+            alpha = torch.as_tensor(options["alpha"])  # the product of both tensor scales
+            self.calls[-1][-1].extend(((a, options["a_scale"], alpha), (b, options["b_scale"], alpha)))
             return product(a, b, **options)
 
         self._patch.setattr(emulated, "gemm", gemm)
@@ -208,11 +210,11 @@ def multiply(linear_gemms: LinearGemms, gemm: str, a: torch.Tensor, b: torch.Ten
 
 
 # without sequence parallelism, one recipe of each kind of tile
-KINDS = ("fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_blockwise", "mxfp4_rht_sr")
+KINDS = ("fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_blockwise", "mxfp4_rht_sr", "nvfp4_all")
 
 
-# the layers here have no SwiGLU
-PLAIN = tuple(name for name in recipes() if not get_recipe(name).activations.quantized)
+# the layers here have no SwiGLU, and their run no end
+PLAIN = tuple(n for n in recipes() if not (get_recipe(n).activations.quantized or get_recipe(n).phases))
 
 
 @for_each(*((name, True) for name in PLAIN), *((name, False) for name in KINDS))
@@ -251,13 +253,8 @@ def shards(name: str, sequence_parallel: bool) -> None:
                     other = matrix.clone().contiguous()
                     dist.broadcast(other, 0)
                     assert torch.equal(other, matrix), (place.name, gemm)
-            kept = name == "fp8_current_bf16_ends"  # both of two layers are ends
-            twin = twins.setdefault(
-                (place.layer, place.name),
-                LinearGemms(
-                    get_recipe("bf16") if kept else recipe, LinearId(place.layer, place.name), SEED, AmaxHistory
-                ),
-            )
+            alone, linear = LinearId(place.layer, place.name), recipe.at(Layer(place.layer, place.name, 2))
+            twin = twins.setdefault((place.layer, place.name), LinearGemms(linear, alone, SEED, AmaxHistory))
             with Recorder() as unsharded:
                 multiply(twin, gemm, *full, rng_step)
             for got, want, ds in zip(operands, unsharded.calls[0][-1], letters, strict=True):
@@ -280,7 +277,8 @@ def module_of(block: Any, place: LinearId) -> Any:
 
 
 def compare(got: Any, want: Any, dim: int, rank: int, where: str) -> None:
-    (elements, scale), (got_elements, got_scale) = want, got
+    (elements, scale, alpha), (got_elements, got_scale, got_alpha) = want, got
+    assert torch.equal(got_alpha, alpha), where
     if dim >= 0:
         elements = elements.chunk(2, dim)[rank]
         if scale is not None and scale.shape[dim] > 1:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_lowprec import get_recipe, recipes
-from megatron_lowprec.kernels.quantize.reference import e8m0_decode_scale
 from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
@@ -16,7 +15,7 @@ from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.error_stats import QuantizationError, error_stats
 from megatron_lowprec.quantization.quantizer import quantize, quantize_by_reference
 from megatron_lowprec.quantization.random_stream import RngStep
-from megatron_lowprec.quantization.tensor import block_sizes
+from megatron_lowprec.quantization.tensor import as_numbers, block_sizes
 from megatron_lowprec.recipe.schema import QuantSpec
 
 
@@ -101,18 +100,23 @@ def test_operands_of_every_recipe_against_float64(recipe: str, chunk: int, monke
             rows, columns = block_sizes(spec, data)
             blocks = scale.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
             q = q * (blocks if scale.numel() > 1 else scale.double())
-        q = q / spec.headroom
+        of_tensor = quantized.columnwise_tensor_scale if columnwise else quantized.rowwise_tensor_scale
+        q = q * (1.0 if of_tensor is None else of_tensor.double()) / spec.headroom
         transform = linear_gemms.transforms.at(gemm, rng_step)
-        x = (matrix if transform is None else transform.apply(matrix)).double()
+        of = matrix
+        if spec.source == "fprop":
+            of = backend._of_fprop(operand, natural, rng_step)
+            of = of.t() if columnwise else of
+        x = (of if transform is None else transform.apply(of)).double()
         want = (x.numel(), (x != 0).sum(), ((x != 0) & (q == 0)).sum(), (x**2).sum(), ((q - x) ** 2).sum())
         got = (*sums[:3], *sums[4:6])
         assert [float(n) for n in got] == pytest.approx([float(n) for n in want], rel=1e-6)
         assert float(sums[6]) == pytest.approx(float((q * x).sum()), rel=1e-6)
         assert float(sums[7]) == float(x.abs().max())
-        scales = quantize_by_reference(
-            x.to(matrix.dtype), spec, **backend._arguments(gemm, operand, spec, rng_step)
-        ).scale
-        scales = scales if scales.is_floating_point() else e8m0_decode_scale(scales)
+        arguments = backend._arguments(gemm, operand, spec, rng_step) | {"group": transform and transform.block}
+        made = quantize_by_reference(x.to(matrix.dtype), spec, **arguments)
+        scales = as_numbers(made.scale, spec.scale_format)
+        scales = scales if made.tensor_scale is None else scales * made.tensor_scale
         assert (float(sums[8]), 1 / float(sums[9])) == pytest.approx((float(scales.max()), float(scales.min())))
         assert 10 < (QuantizationError.of(sums.tolist()).snr or 0.0) < 60
     assert all(torch.equal(history.newest, before[name]) for name, (history, _) in linear_gemms.histories.items())

@@ -319,7 +319,10 @@ def test_unsafe_yaml_is_refused(tmp_path: Path) -> None:
 def test_shipped_file(path: Path) -> None:
     recipe = load_recipe(str(path))
     assert recipe_from_dict(recipe_to_dict(recipe)) == recipe
-    assert "base" in yaml.safe_load(path.read_text())  # overrides of a named recipe, never a copy of one
+    # overrides of a named recipe, or a published one, which says from where; never a copy of a named one
+    data = yaml.safe_load(path.read_text())
+    assert "base" in data or data["source"].startswith("arXiv ")
+    assert not any(same_numerics(recipe, get_recipe(name)) for name in recipes())
     assert recipe.name not in recipes()  # no published name for something else
 
 

@@ -5,7 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lowprec import GemmSpec, QuantSpec, Recipe, UserError, get_recipe, recipes, register_recipe
+from megatron_lowprec import (
+    BF16,
+    GemmSpec,
+    HadamardSpec,
+    Phase,
+    QuantSpec,
+    Recipe,
+    Rule,
+    UserError,
+    get_recipe,
+    recipes,
+    register_recipe,
+)
 from megatron_lowprec.recipe import registry
 
 # One operand a word: FORMAT:tile:scales[:more]; "-" is the compute dtype. Columns: fprop x w, dgrad dy w, wgrad dy x.
@@ -16,6 +28,15 @@ ACT, WEIGHT = "e4m3:1x128:amax", "e4m3:128x128:amax"
 ACT_POW2, WEIGHT_POW2 = "e4m3:1x128:amax_pow2", "e4m3:128x128:amax_pow2"
 MX, MX_OCP, MX_E5M2 = "e4m3:1x32:round_up", "e4m3:1x32:floor", "e5m2:1x32:round_up"
 FP4, FP4_SR = "e2m1:1x32:floor", "e2m1:1x32:floor:stochastic 16 bits, headroom 0.75"
+MX_SQUARE = "e4m3:32x32:round_up"
+NV, NV_SQUARE = "e2m1:1x16:product to 2688", "e2m1:16x16:product to 2688"
+NV_SR = NV + ":stochastic 8 bits, headroom 1.0"
+NVFP4 = ((NV, NV_SQUARE), (NV_SR, NV_SQUARE), (NV_SR, NV))
+NV46, NV46_SQUARE = "e2m1:1x16:base to 1536, 4 or 6 by mse", "e2m1:16x16:base to 1536, 4 or 6 by mse"
+NV46_SR = NV46 + ":stochastic 8 bits, headroom 1.0"
+QUARTET = "e2m1:1x16:divided to 1536, 4 or 6 by mse, 0 is one"
+EDEN = "e2m1:1x16:divided to 1554.4, amax to 6.07211, 0 is one, eden, scale stochastic"
+EDEN_AGAIN = EDEN + ":from fprop"
 FP8 = ((DELAYED, DELAYED), (DELAYED_GRAD, DELAYED), (DELAYED_GRAD, DELAYED))
 DEEPSEEK = (
     "state bf16 bf16 fp32 nearest_even, gradients none fp32 fixed buffer, FP8 weights, "
@@ -41,11 +62,22 @@ TABLE = {
     "mxfp8_e5m2_grad": ((MX, MX), (MX_E5M2, MX), (MX_E5M2, MX), ""),
     "mxfp8_e5m2_weight": ((MX, MX_E5M2), (MX, MX_E5M2), (MX, MX), ""),
     "mxfp8_e5m2_act": ((MX_E5M2, MX), (MX, MX), (MX, MX_E5M2), ""),
+    "mxfp8_2d": ((MX, MX_SQUARE), (MX, MX_SQUARE), (MX, MX), ""),
     "mxfp4": ("- -", (FP4, FP4), (FP4, FP4), ""),
     "mxfp4_rht": ("- -", (FP4, FP4), (FP4, FP4), "hadamard 64 random"),
     "mxfp4_sr": ("- -", (FP4_SR, FP4_SR), (FP4_SR, FP4_SR), ""),
     "mxfp4_rht_sr": ("- -", (FP4_SR, FP4_SR), (FP4_SR, FP4_SR), "hadamard 64 random"),
     "fp8_mxfp4_rht_sr": ((DELAYED, DELAYED), (FP4_SR, FP4_SR), (FP4_SR, FP4_SR), "hadamard 64 random"),
+    "nvfp4": (*NVFP4, "wgrad hadamard 16 nvfp4 in operand, last 15% in bf16"),
+    "nvfp4_all": (*NVFP4, "wgrad hadamard 16 nvfp4 in operand"),
+    "nvfp4_bf16_tail": (*NVFP4, "wgrad hadamard 16 nvfp4 in operand, last 15% in bf16, from 82% fprop in bf16"),
+    "nvfp4_four_over_six": (
+        (NV46, NV46_SQUARE),
+        (NV46_SR, NV46_SQUARE),
+        (NV46_SR, NV46),
+        "wgrad hadamard 16 nvfp4 in operand, last 15% in bf16",
+    ),
+    "quartet2": ((QUARTET, QUARTET), (EDEN, EDEN_AGAIN), (EDEN, EDEN_AGAIN), "hadamard 128 random"),
     "fp8_lm": (
         *FP8,
         "state e4m3 fp16 fp16 stochastic, gradients e4m3 fp32 fixed buffer",
@@ -60,11 +92,23 @@ def words(spec: QuantSpec | None) -> str:
     if spec is None:
         return "-"
     text = f"{spec.format}:{spec.granularity}:{spec.scale_rule}"
+    if spec.tensor_scale is not None:
+        assert spec.tensor_scale.granularity == "tensor"
+        text += f" to {spec.tensor_scale.target:g}"
+    scale = spec.scale
+    text += f", amax to {scale.block_target:g}" if scale.block_target else ""
+    text += f", 4 or 6 by {scale.four_over_six}" if scale.four_over_six else ""
+    text += f", 0 is {scale.zero_code}" if scale.zero_code != "zero" else ""
+    text += f", {spec.correction}" if spec.correction else ""
+    text += f", scale {scale.rounding}" if scale.rounding != "nearest_even" else ""
     if spec.rounding != "nearest_even":
         text += f":{spec.rounding} {spec.random_bits} bits, headroom {spec.headroom}"
+    if spec.source != "original":
+        text += f":from {spec.source}"
     if spec.scaling == "delayed":
         text += f":{spec.history_rule} of {spec.history}, margin {spec.margin}"
-    assert spec.scale_format == ("e8m0" if spec.scale_rule in ("floor", "round_up") else "fp32")
+    of_rules = {"floor": "e8m0", "round_up": "e8m0", "product": "e4m3", "base": "e4m3", "divided": "e4m3"}
+    assert spec.scale_format == of_rules.get(spec.scale_rule, "fp32")
     torchao = spec.scale_rule == "amax_pow2" and spec.block is None
     assert spec.amax_floor == (1e-12 if torchao else 0.0)
     assert spec.rounding == "stochastic" or spec.headroom == 1.0
@@ -78,27 +122,34 @@ def row_of(recipe: Recipe) -> tuple[object, ...]:
         (words(gemms["dgrad"].grad_output), words(gemms["dgrad"].weight)),
         (words(gemms["wgrad"].grad_output), words(gemms["wgrad"].input)),
     ]
-    more = []
-    for gemm in ("dgrad", "wgrad"):
-        hadamard = gemms[gemm].hadamard
-        more.append(f"hadamard {hadamard.block} {hadamard.signs}" if hadamard else "")
-    assert more[0] == more[1]
-    assert gemms["fprop"].hadamard is None
+    transforms: dict[HadamardSpec, list[str]] = {}
+    for name, gemm in gemms.items():
+        if gemm.hadamard is not None:
+            transforms.setdefault(gemm.hadamard, []).append(name)
+    more = [
+        f"{'' if of == ['dgrad', 'wgrad'] else ' '.join(of) + ' '}hadamard {hadamard.block} {hadamard.signs}"
+        f"{' in operand' if hadamard.output == 'operand' else ''}"
+        for hadamard, of in transforms.items()
+    ]
     keep = recipe.keep_bf16
-    blocks = (
-        f"first {keep.first_layers}, last {keep.last_layers} in bf16" if keep.first_layers or keep.last_layers else ""
-    )
+    if keep.first_layers or keep.last_layers:
+        more.append(f"first {keep.first_layers}, last {keep.last_layers} in bf16")
     assert keep.names == ()
-    beyond = ""
+    for rule in recipe.rules:
+        assert rule == Rule.of(BF16, last_fraction=rule.last_fraction)
+        more.append(f"last {rule.last_fraction:.0%} in bf16")
+    for phase in recipe.phases:
+        assert phase == Phase(from_fraction=phase.from_fraction, fprop=GemmSpec())
+        more.append(f"from {phase.from_fraction:.0%} fprop in bf16")
     if recipe.changes_training:
         state, gradients = recipe.optimizer, recipe.gradients
-        beyond = (
+        more.append(
             f"state {state.exp_avg} {state.exp_avg_sq} {state.master} {state.rounding}, "
             f"gradients {gradients.format} {gradients.sum} {gradients.mu} {gradients.accumulation}"
             f"{', FP8 weights' if recipe.fp8_weights else ''}"
             f"{''.join(f', {name} {form}' for name, form in recipe.activations.formats.items() if form != 'none')}"
         )
-    return (*("- -" if column == ("-", "-") else column for column in columns), more[0] or blocks or beyond)
+    return (*("- -" if column == ("-", "-") else column for column in columns), ", ".join(more))
 
 
 def test_the_registry_is_the_table() -> None:

@@ -25,6 +25,15 @@ resolve = fp8_utils._resolve_callable_from_python_import_path
 
 IN_BF16 = {gemm: [f"{gemm}.{operand}=null" for operand in operands] for gemm, operands in GEMM_OPERANDS.items()}
 
+NVFP4 = {
+    "fp8_format": "E4M3",
+    "disable_rht": False,
+    "disable_stochastic_rounding": False,
+    "disable_2d_quantization": False,
+    "row_scaled_activation": False,
+    "nvfp4_4over6": "none",
+}
+
 # name -> class, and every field of it that decides numerics
 OBJECTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8_delayed": (
@@ -64,10 +73,16 @@ OBJECTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mxfp8_e5m2_grad": ("MXFP8BlockScaling", {"fp8_format": "HYBRID", "margin": 0, "enable_2d_quantization": False}),
     "mxfp8_e5m2_weight": ("CustomRecipe", {"fp8_format": "E4M3"}),
     "mxfp8_e5m2_act": ("CustomRecipe", {"fp8_format": "E4M3"}),
+    "mxfp8_2d": ("MXFP8BlockScaling", {"fp8_format": "E4M3", "margin": 0, "enable_2d_quantization": True}),
+    "nvfp4_all": ("NVFP4BlockScaling", NVFP4),
 }
 REFUSED = {
     "bf16": "quantizes nothing",
     "fp8_current_bf16_ends": "rules need the layer's number",
+    "nvfp4": "rules need the layer's number",
+    "nvfp4_bf16_tail": "phases need the step of the training",
+    "nvfp4_four_over_six": "fprop.input.scale.rule is base",
+    "quartet2": "fprop.input.scale.rule is divided",
     "fp8_rowwise": "fprop.input.granularity is row",
     "fp8_rowwise_gw_hp": "fprop.input.granularity is row",
     "mxfp8_ocp": "fprop.input.scale_rule is floor",
@@ -148,6 +163,18 @@ def test_what_it_lacks_is_refused_with_the_reason(name: str) -> None:
         ("fp8_blockwise", operands_of("weight", "granularity=1x128"), {"w_block_scaling_dim": 1}),
         ("fp8_blockwise", operands_of("grad_output", "format=e5m2"), {"fp8_format": "HYBRID"}),
         ("mxfp8", operands_of("weight", "granularity=32x32"), {"enable_2d_quantization": True}),
+        ("nvfp4_all", ["wgrad.hadamard=null"], {**NVFP4, "disable_rht": True}),
+        (
+            "nvfp4_all",
+            operands_of("grad_output", "rounding=nearest_even"),
+            {**NVFP4, "disable_stochastic_rounding": True},
+        ),
+        ("nvfp4_all", operands_of("weight", "granularity=1x16"), {**NVFP4, "disable_2d_quantization": True}),
+        (
+            "nvfp4_all",
+            [*IN_BF16["dgrad"], *IN_BF16["wgrad"], "wgrad.hadamard=null"],
+            {"backward_override": "high_precision", "disable_2d_quantization": False},
+        ),
     ],
 )
 def test_fields_of_a_recipe_are_fields_of_the_object(
@@ -179,6 +206,15 @@ REASONS = [
     ("fp8_current", ["wgrad.grad_output.rounding=stochastic"], "rounding stochastic"),
     ("fp8_current", ["wgrad.hadamard={}"], "wgrad has a Hadamard transform"),
     ("mxfp8", operands_of("weight", "granularity=1x64"), "weight.granularity is 1x64"),
+    ("nvfp4_all", operands_of("input", "rounding=stochastic"), "fprop.input.rounding is stochastic"),
+    ("nvfp4_all", operands_of("input", "granularity=16x16"), "fprop.input.scale.granularity is 16x16"),
+    ("nvfp4_all", operands_of("grad_output", "random_bits=16"), "grad_output.random_bits is 16, but"),
+    ("nvfp4_all", operands_of("weight", "tensor_scale.target=1536.0"), "weight.tensor_scale.target is 1536.0"),
+    ("nvfp4_all", operands_of("weight", "tensor_scale=null"), "weight.tensor_scale.target is None"),
+    ("nvfp4_all", ["wgrad.hadamard.signs=random"], "wgrad.hadamard is"),
+    ("nvfp4_all", ["dgrad.hadamard={block: 16, signs: nvfp4}"], "dgrad has a Hadamard transform"),
+    ("nvfp4_all", ["fprop=mxfp8"], "it has NVFP4 in some operands only"),
+    ("nvfp4_all", ["wgrad.grad_output.rounding=nearest_even"], "in two ways in one tensor"),
     ("fp8_current", ["keep_bf16.names=['*.linear_fc1']"], "rules need the layer's number"),
 ]
 
@@ -208,7 +244,9 @@ def numerics(quantizer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])
-@pytest.mark.parametrize("name", [name for name, (found, _) in OBJECTS.items() if found != "CustomRecipe"])
+@pytest.mark.parametrize(
+    "name", [name for name, (found, _) in OBJECTS.items() if found not in ("CustomRecipe", "NVFP4BlockScaling")]
+)
 def test_the_factory_s_quantizers_are_those_of_the_class(te: Import, name: str, mode: str) -> None:
     custom = te("common.recipe").CustomRecipe(qfactory=QuantizerFactory(get_recipe(name)))
     theirs, ours = quantizers(te, te_recipe(name), mode), quantizers(te, custom, mode)

@@ -167,15 +167,16 @@ def _name(layer: _Layer) -> str:
 def _quantized(
     linear_gemms: LinearGemms, gemm: str, operand: str, matrix: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Data, and decode scales where they are stored separately."""
+    """Data times the tensor's scale, and decode scales of blocks where they are stored separately."""
     columnwise = SIDES[operand][1] == gemm
     source, request = matrix.t() if columnwise else matrix, CastRequest(not columnwise, columnwise)
     quantized, _ = linear_gemms.backends.resolved.gemms[gemm].quantize(operand, source, _RNG_STEP, request)
     data, scale = quantized.columnwise() if columnwise else quantized.rowwise()
+    of_tensor = quantized.columnwise_tensor_scale if columnwise else quantized.rowwise_tensor_scale
     if scale is not None and quantized.spec is not None:
         length = block_sizes(quantized.spec, data)[1]
         scale = scale[:, : -(-data.shape[1] // length)]
-    return data[: len(matrix)].float(), scale
+    return data[: len(matrix)].float() * (1.0 if of_tensor is None else of_tensor), scale
 
 
 def _same(

@@ -50,7 +50,7 @@ _INSTEAD = {
     "--recipe fp8_delayed",
     "fp8_wgrad": "wgrad's precision belongs to the recipe: leave it out",
     "no_fp8_wgrad": "use --recipe-override wgrad.input=null --recipe-override wgrad.grad_output=null",
-    "fp4_recipe": "use --recipe mxfp4_rht_sr or one of its relatives (--list-recipes)",
+    "fp4_recipe": "use --recipe nvfp4_all for its GEMMs in all layers, or nvfp4, which leaves the last in bf16",
 }
 _INSTEAD["fp8"] = _INSTEAD["fp8_format"]
 _INSTEAD["fp4_format"] = _INSTEAD["fp4_recipe"]

@@ -8,7 +8,7 @@ import torch
 
 from megatron_lowprec import GemmSpec, HadamardSpec, LowPrecLinear, QuantSpec, Recipe, get_recipe, quantize
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
-from megatron_lowprec.linear.backends.protocol import CastRequest
+from megatron_lowprec.linear.backends.protocol import CastRequest, GemmBackend
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import SIDES, LinearId
 from megatron_lowprec.linear.lowprec_linear import end_step
@@ -206,6 +206,22 @@ def test_errors_of_operands_under_two_levels(generator: torch.Generator) -> None
     for gemm, tensor, matrix in (("fprop", "weight", w), ("dgrad", "weight", w), ("wgrad", "grad_output", dy)):
         sums = emulated(gemms).error_stats(gemm, tensor, matrix, RngStep(0, 0))
         assert 15.0 < (QuantizationError.of(sums.tolist()).snr or 0.0) < 25.0, (gemm, tensor)
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "mxfp8", "two_levels"])
+def test_an_operand_quantized_again_is_compared_with_the_tensor_itself(name: str, generator: torch.Generator) -> None:
+    """Whether or not its scales are kept: fp32 scales as ``GemmBackend`` compares them, others from codes."""
+    base = NVFP4 if name == NVFP4.name else get_recipe(name)
+    spec, of_fprop = base.dgrad.weight, base.fprop.weight
+    assert spec is not None
+    assert of_fprop is not None
+    backend = emulated(gemms_of(replace(base, dgrad=replace(base.dgrad, weight=replace(spec, source="fprop")))))
+    w, rng_step = torch.randn(OUT, IN, generator=generator), RngStep(0, 0)
+    found = backend.error_stats("dgrad", "weight", w, rng_step)
+    if name == "fp8_current":
+        assert torch.equal(found, GemmBackend.error_stats(backend, "dgrad", "weight", w, rng_step))
+    again = quantize(quantize(w, of_fprop).dequantize().t(), spec).dequantize()
+    assert QuantizationError.of(found.tolist()).mse == pytest.approx((again - w.t()).double().square().mean().item())
 
 
 def test_drawn_scales_are_right_on_average() -> None:

@@ -1,7 +1,7 @@
 """Layers whose operands have coded block scales under a tensor scale, on the reference path, and their operands."""
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -52,6 +52,31 @@ def test_products_are_those_of_the_quantized_operands(dtype: torch.dtype, genera
     w, rng_step = layer.weight.detach(), RngStep(0, 0)
     y, dx, dw = step(layer, x, dy)
     assert all(map(torch.equal, (y, dx, dw), oracle(NVFP4, x, w, dy, rng_step)))
+
+
+def test_an_input_saved_as_data_keeps_its_tensor_scale(
+    monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    """A backend that quantizes x for both GEMMs at once: the saved data have the bits of those made for wgrad."""
+    layer, (x, dy) = layer_of(NVFP4), tensors(torch.float32, generator)
+    want = step(layer, x, dy)
+    quantize_once, saved = EmulatedGemms.quantize, list[str]()
+
+    def both(backend: EmulatedGemms, tensor: str, matrix: Any, rng_step: RngStep, request: CastRequest, *_: Any) -> Any:
+        if not (request.rowwise and request.columnwise):
+            return quantize_once(backend, tensor, matrix, rng_step, request)
+        saved.append(tensor)
+        found = quantize_once(backend, tensor, matrix, rng_step, request._replace(columnwise=False))
+        other = quantize_once(backend, tensor, matrix, rng_step, request._replace(rowwise=False))[0]
+        for field in ("data", "scale", "tensor_scale", "transform"):
+            setattr(found[0], f"columnwise_{field}", getattr(other, f"columnwise_{field}"))
+        return found
+
+    monkeypatch.setattr(EmulatedGemms, "one_cast", frozenset({"input"}))
+    monkeypatch.setattr(EmulatedGemms, "fuses_directions", lambda *_: True)
+    monkeypatch.setattr(EmulatedGemms, "quantize", both)
+    assert all(map(torch.equal, step(layer_of(NVFP4), x, dy), want))
+    assert saved == ["input"]
 
 
 def test_a_layer_learns_a_linear_map(generator: torch.Generator) -> None:

@@ -200,7 +200,9 @@ class EmulatedGemms(GemmBackend):
             data, scale = cast[:2] if source is rounded else cast[2:]
             signs = None if transform is None else transform.scaled_signs(matrix.device).sign()
             return error_stats(operand, QuantizedTensor(operand.shape, operand.dtype, spec, data, scale), signs=signs)
-        made = quantize_by_reference(rounded, spec, transform=transform, **self._arguments(name, tensor, spec, rng_step))
+        made = quantize_by_reference(
+            rounded, spec, transform=transform, **self._arguments(name, tensor, spec, rng_step)
+        )
         signs = None if transform is None else transform.signs(matrix.device)
         return error_stats(operand, _quantized(operand, spec, True, made.data, None, *made[1:]), signs=signs)
 

@@ -72,10 +72,12 @@ class ScaleRule:
     Attributes:
         scale_formats: formats that have the rule.
         power_of_two: scales are powers of two; an fp32 rule rounds M / A down.
-        divides: in E8M0, the exponent is that of A / M, instead of that of A less emax. In coded formats, A / M is a
-            quotient, divided by the tensor's decode scale; else A is multiplied by G (1 / M).
+        divides: in E8M0, the exponent is that of A / M, instead of that of A less emax. In coded formats, the quotient
+            A / M is divided by the tensor's decode scale; else A or A / M is multiplied by G.
         rounds_amax: in E8M0, A is first rounded to the element's mantissa.
         rounds_up: in E8M0, the exponent is ceil(log2), not floor(log2).
+        scales_last: in coded formats that multiply, the quotient A / M is multiplied by G; else A by G (1 / M).
+        in_steps: in coded formats that divide, the tensor's amax is divided by the largest block scale, then by M.
     """
 
     name: str
@@ -85,6 +87,8 @@ class ScaleRule:
     divides: bool = False
     rounds_amax: bool = False
     rounds_up: bool = False
+    scales_last: bool = False
+    in_steps: bool = False
 
     @property
     def number(self) -> int:
@@ -103,6 +107,14 @@ SCALE_RULES: dict[str, ScaleRule] = {
         ScaleRule("even", ("e8m0",), "torchao", rounds_amax=True),
         ScaleRule("product", CODED_SCALE_FORMATS, "TransformerEngine's NVFP4", power_of_two=False),
         ScaleRule("quotient", CODED_SCALE_FORMATS, "torchao's NVFP4", power_of_two=False, divides=True),
+        ScaleRule(
+            "base",
+            CODED_SCALE_FORMATS,
+            "four-over-six: TransformerEngine, arXiv 2512.02010",
+            power_of_two=False,
+            scales_last=True,
+        ),
+        ScaleRule("divided", CODED_SCALE_FORMATS, "arXiv 2601.22813", power_of_two=False, divides=True, in_steps=True),
     )
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.quantize.reference import scale_blocks
-from megatron_lowprec.quantization.quantizer import delayed_encode_scale, quantize_by_reference
+from megatron_lowprec.quantization.quantizer import quantize_by_reference
 from megatron_lowprec.quantization.random_stream import Purpose, RandomStream, RngStep, stream_key
 from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
 from megatron_lowprec.recipe.schema import LinearRecipe, QuantSpec
@@ -54,37 +54,37 @@ def three_gemms(
 
 def gemm(name: str, recipe: LinearRecipe, pair: dict[str, Tensor], draws: Draws, amaxes: dict[str, Tensor]) -> Tensor:
     """``a @ b.T`` of two tensors [R, K], each transformed and quantized."""
-    gemm_spec, operands = recipe.gemms[name], []
+    gemm_spec, operands, group = recipe.gemms[name], [], None
     for tensor, x in pair.items():
         spec, amax, operand = getattr(gemm_spec, tensor), amaxes.get(tensor, torch.zeros(())), x.float()
         if spec is not None and spec.source == "fprop":  # instead of the original tensor
             stream = draws.stream("rounding", "fprop", tensor)
-            operand = quantized(operand.t(), getattr(recipe.fprop, tensor), stream, amax).dequantize().t()
+            operand = quantized(operand.t(), getattr(recipe.fprop, tensor), stream, amax, None).dequantize().t()
         if gemm_spec.hadamard is not None:  # orthogonal, and the same for both operands: it cancels in the product
-            block, fixed = gemm_spec.hadamard.block, gemm_spec.hadamard.fixed_signs
-            signs = draws.stream("sign", name).signs(block, x.device) if fixed is None else x.new_tensor(fixed).float()
-            operand = hadamard_transform(torch.nn.functional.pad(operand, (0, -x.shape[1] % block)), signs)
-        operands.append(as_operand(operand, spec, draws.stream("rounding", name, tensor), amax))
+            group, fixed = gemm_spec.hadamard.block, gemm_spec.hadamard.fixed_signs
+            signs = draws.stream("sign", name).signs(group, x.device) if fixed is None else x.new_tensor(fixed).float()
+            operand = hadamard_transform(torch.nn.functional.pad(operand, (0, -x.shape[1] % group)), signs)
+            operand = operand.to(x.dtype).float() if gemm_spec.hadamard.output == "operand" else operand
+        operands.append(as_operand(operand, spec, draws.stream("rounding", name, tensor), amax, group))
     return product(operands[0], operands[1], x.dtype)
 
 
-def quantized(x: Tensor, spec: QuantSpec, stream: RandomStream, amax: Tensor) -> QuantizedTensor:
-    """x, fp32 [R, K], as elements on the format's grid and decode scales."""
-    encode_scale = delayed_encode_scale(amax, spec) if spec.scaling == "delayed" else None
-    elements, scale, of_tensor = quantize_by_reference(x, spec, stream, encode_scale=encode_scale)
-    return QuantizedTensor(x.shape, x.dtype, spec, elements, scale, rowwise_tensor_scale=of_tensor)
+def quantized(x: Tensor, spec: QuantSpec, stream: RandomStream, amax: Tensor, group: int | None) -> QuantizedTensor:
+    """x, fp32 [R, K], transformed in groups of entries, as elements on the format's grid and decode scales."""
+    made = quantize_by_reference(x, spec, stream, tensor_amax=amax if spec.scaling == "delayed" else None, group=group)
+    return QuantizedTensor(x.shape, x.dtype, spec, made.data, made.scale, rowwise_tensor_scale=made.tensor_scale)
 
 
-def as_operand(x: Tensor, spec: QuantSpec | None, stream: RandomStream, amax: Tensor) -> Operand:
+def as_operand(x: Tensor, spec: QuantSpec | None, stream: RandomStream, amax: Tensor, group: int | None) -> Operand:
     """The operand of a product."""
     if spec is None:
         return Operand(x, None, x.shape[1], 1.0)
-    made, block = quantized(x, spec, stream, amax), block_sizes(spec, x)
-    scale, of_tensor = as_numbers(made.scale, spec.scale_format), made.rowwise_tensor_scale
-    alpha = (1.0 if of_tensor is None else of_tensor) / spec.headroom
-    if spec.folds_scale:  # exact in the data, also in bf16
-        return Operand(scale_blocks(made.elements, scale, block), None, x.shape[1], alpha)
-    return Operand(made.elements, scale_blocks(torch.ones_like(x), scale, block), block[1], alpha)
+    made, inner, outer = quantized(x, spec, stream, amax, group), block_sizes(spec, x), spec.outer_block
+    scale, above, folds = as_numbers(made.scale, spec.scale_format), made.rowwise_tensor_scale, spec.folds_scale
+    alpha = (1.0 if above is None or outer else above) / spec.headroom
+    data = scale_blocks(made.elements, scale, inner) if folds else made.elements  # exact, also in bf16
+    kept, block = (above if outer else None, outer or (1, x.shape[1])) if folds else (scale, inner)
+    return Operand(data, None if kept is None else scale_blocks(torch.ones_like(x), kept, block), block[1], alpha)
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,6 @@ from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
 from megatron_lowprec.kernels.gemm.reference import gemm
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.quantize.reference import (
-    block_amax,
     decode,
     e8m0_decode_scale,
     e8m0_scale,
@@ -34,10 +33,9 @@ from megatron_lowprec.quantization.quantizer import (
     kernel_arguments,
     quantize,
 )
-from megatron_lowprec.quantization.transform import Transform
-from megatron_lowprec.recipe.quant_spec import TensorScaleSpec
 from megatron_lowprec.recipe.registry import FP8_1X128, FP8_128X128, MXFP4, MXFP4_SR, MXFP8
-from megatron_lowprec.recipe.schema import HadamardSpec, HistorySpec, QuantSpec
+from megatron_lowprec.recipe.schema import HistorySpec, QuantSpec
+from tests.golden_fp4 import KINDS as FP4_KINDS
 from tools.shard_balance import greedy_partition
 
 Inputs = Mapping[str, torch.Tensor]
@@ -181,42 +179,6 @@ def _mxfp8_te_2d(case: str, name: str, x: torch.Tensor, inputs: Inputs) -> Resul
     }
 
 
-NVFP4 = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
-NVFP4_RHT = HadamardSpec(block=16, signs="nvfp4")
-
-
-def _nvfp4(case: str, name: str, x: torch.Tensor, inputs: Inputs) -> Results:
-    """One or both of x, in blocks of 1x16 or 16x16, and x.T, behind the transform where the case has one."""
-    spec = replace(NVFP4, granularity="16x16") if "16x16" in case else NVFP4
-    if "16x16" in case and "ragged" not in case:
-        x = x[: len(x) // 16 * 16]  # the peers cut surplus rows
-    results = {} if case == "nvfp4_te_1x16_rht" else _codes_and_scales(x, spec)
-    if case.endswith("_rht"):  # the peers round what they transform in bf16
-        transformed = Transform(NVFP4_RHT).apply(x[: len(x) // 16 * 16].t()).to(x.dtype)
-        results |= {f"{key}_t": value for key, value in _codes_and_scales(transformed, NVFP4).items()}
-    elif case.startswith("nvfp4_te"):
-        results |= {f"{key}_t": value for key, value in _codes_and_scales(x.t(), spec).items()}
-    return results
-
-
-def _codes_and_scales(x: torch.Tensor, spec: QuantSpec) -> Results:
-    q = quantize(x, spec)
-    # the peers repeat the scale of 16x16 on its rows
-    scale = q.scale if spec.block == (1, 16) else q.scale.repeat_interleave(16, 0)[: len(x)]
-    amax = block_amax(x, (x.shape[0], x.shape[1]))
-    return {"codes": q.packed_codes, "scale_e4m3": scale, "amax": amax.view(1)}
-
-
-def _nvfp4_torchao(case: str, name: str, x: torch.Tensor, inputs: Inputs) -> Results:
-    results: Results = {}
-    for kind, level in (("two", TensorScaleSpec(2688.0)), ("single", None)):
-        q = quantize(x, replace(NVFP4, scale_rule="quotient", tensor_scale=level)).validate()
-        results |= {f"{kind}.codes": q.packed_codes, f"{kind}.scale_e4m3": q.scale}
-        if q.rowwise_tensor_scale is not None:
-            results[f"{kind}.tensor_scale"] = q.rowwise_tensor_scale.view(1)
-    return results
-
-
 def _element_formats(case: str, name: str, x: torch.Tensor | None, inputs: Inputs) -> Results:
     if x is None:
         values = {e: decode(torch.arange(1 << FORMATS[f].bits), FORMATS[f]) for e, f in ELEMENT.items()}
@@ -261,12 +223,11 @@ _KINDS: dict[str, Callable[..., Results]] = {
     r"fp8_te_current_fp8_e\dm\d": _fp8_te_current,
     r"fp8_te_delayed": _fp8_te_delayed,
     r"mxfp8_te_2d|mxfp8_2d_te_edges": _mxfp8_te_2d,
-    r"nvfp4_te_(1x16|16x16|1x16_rht)|nvfp4_ragged_te_\w+|nvfp4_train_torchao_\w+": _nvfp4,
-    r"nvfp4_torchao": _nvfp4_torchao,
     r"scale_msamp": _scale_msamp,
     r"greedy_partition_msamp": _greedy_partition,
     r"wgmma_mmasim": _wgmma,
     r"element_formats": _element_formats,
+    **FP4_KINDS,
 }
 
 

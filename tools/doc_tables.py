@@ -41,6 +41,7 @@ from pathlib import Path
 from megatron_lowprec.errors import Parser
 from megatron_lowprec.linear.backends.table import choose
 from megatron_lowprec.linear.backends.target import Target
+from megatron_lowprec.recipe.explain import describe_levels
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.recipe.recipe import KeepBf16, Recipe
 from megatron_lowprec.recipe.registry import recipes
@@ -163,8 +164,7 @@ def _numerics(quant: QuantSpec | None) -> Row:
         scale += f", amax at least {quant.amax_floor:g}"
     if quant.scale.rounding == "stochastic":
         scale += ", stochastic"
-    if quant.tensor_scale is not None:
-        scale += f", tensor scale to {quant.tensor_scale.target:g}"
+    scale = ", ".join((scale, *describe_levels(quant)))
     if quant.scaling == "delayed":
         often = f" {quant.history_update}es" if quant.history_update == "microbatch" else ""
         scale += f", delayed: {quant.history_rule} of {quant.history}{often}, margin {quant.margin}"
@@ -179,7 +179,10 @@ def _numerics(quant: QuantSpec | None) -> Row:
 
 
 def _transform(gemm: GemmSpec) -> str:
-    return f"Hadamard {gemm.hadamard.block}, {gemm.hadamard.signs} signs" if gemm.hadamard is not None else ""
+    if gemm.hadamard is None:
+        return ""
+    rounded = ", rounded to the tensor's dtype" if gemm.hadamard.output == "operand" else ""
+    return f"Hadamard {gemm.hadamard.block}, {gemm.hadamard.signs} signs{rounded}"
 
 
 def _state(page: Path, name: str) -> Iterator[Row]:

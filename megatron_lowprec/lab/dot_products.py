@@ -16,7 +16,7 @@ from megatron_lowprec.kernels.gemm.fp8_accumulator import Fp8Accumulator, fp8_do
 from megatron_lowprec.kernels.quantize.reference import block_amax, round_to_format
 from megatron_lowprec.lab.experiment import Lab
 from megatron_lowprec.quantization.quantizer import quantize_by_reference
-from megatron_lowprec.quantization.tensor import as_numbers
+from megatron_lowprec.quantization.tensor import decode_scales
 from megatron_lowprec.quantization.transform import Transform
 from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec, TensorScaleSpec
 
@@ -77,12 +77,11 @@ def quantized_vectors(lab: Lab, scheme: Scheme, x: torch.Tensor, operand: str) -
     given = None if scheme.encode_scale is None else torch.full((1, 1), scheme.encode_scale, device=x.device)
     transform = None if scheme.hadamard is None else Transform(scheme.hadamard, lab.stream(""))
     of_vectors = None
-    if scheme.spec.tensor_scale is not None:
+    if scheme.spec.tensor_scale is not None and scheme.spec.outer_block is None:
         assert transform is None, "the scales would be those of the untransformed entries"
         of_vectors = block_amax(x, (1, x.shape[1]))
     made = quantize_by_reference(x, scheme.spec, lab.stream(operand), transform, given, tensor_amax=of_vectors)
-    scale = as_numbers(made.scale, scheme.spec.scale_format)
-    scale = scale if made.tensor_scale is None else scale * made.tensor_scale
+    scale = decode_scales(scheme.spec, made.scale, made.tensor_scale)
     return ScaledVectors(made.data, scale / scheme.spec.headroom)
 
 

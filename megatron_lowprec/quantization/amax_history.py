@@ -4,6 +4,8 @@ The update is TransformerEngine's. At the end of a step its amax enters the wind
 not recorded keeps its window. The window's maximum (or newest entry) is in effect from the next step on; if it is 0,
 Inf or NaN, the previous value stays in effect. The scale is a pure function of the amax in effect, so one history
 serves every format that a tensor is cast to.
+
+Under the rule ``held`` the window takes an amax only when it has none, so that one in ``length`` updates counts.
 """
 
 from collections.abc import Callable, Mapping
@@ -83,8 +85,11 @@ class AmaxHistory:
         if reduce_max is not None:
             self.newest.copy_(reduce_max(self.newest))
         # in place: a captured graph keeps the addresses
-        update_history_(self.newest, self.window, self.in_effect, self.rule == "max")
+        self._update_(self.newest, self.window, self.in_effect)
         self._unread = True
+
+    def _update_(self, newest: torch.Tensor, window: torch.Tensor, in_effect: torch.Tensor) -> None:
+        update_history_(newest, window, in_effect, self.rule == "max", self.rule == "held")
 
     def drop_not_finite(self) -> None:
         """Forget newest amaxes that are Inf: of a microbatch whose update the loop skips."""
@@ -99,7 +104,7 @@ class AmaxHistory:
     def upcoming(self) -> torch.Tensor:
         """fp32 [N]: ``in_effect`` after the next ``update``; ``newest`` must already be equal on all ranks."""
         in_effect = self.in_effect.clone()
-        update_history_(self.newest.clone(), self.window.clone(), in_effect, self.rule == "max")
+        self._update_(self.newest.clone(), self.window.clone(), in_effect)
         return in_effect
 
     def state(self, slot: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from megatron_lowprec.kernels.dispatch import operand_stats
 from megatron_lowprec.kernels.operand_stats.reference import MAXIMA, SUMS
-from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
+from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes, decode_scales
 
 COUNTS = SUMS + MAXIMA
 
@@ -73,7 +73,7 @@ def error_stats(
     assert quantized.spec is not None
     assert scale is not None, "scales are multiplied into the data"
     if quantized.spec.scale_format not in ("fp32", "e8m0"):
-        scale = as_numbers(scale, quantized.spec.scale_format) * (1.0 if of_tensor is None else of_tensor)
+        scale = decode_scales(quantized.spec, scale, of_tensor)
     source = matrix.t() if columnwise else matrix
     return operand_stats(
         source, data, scale, quantized.format, block_sizes(quantized.spec, source), quantized.spec.headroom, signs

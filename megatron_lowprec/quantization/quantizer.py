@@ -10,6 +10,7 @@ from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import fuses_mx, load
 from megatron_lowprec.kernels.philox.key import Key
+from megatron_lowprec.kernels.quantize.coded_scale import CodedOptions
 from megatron_lowprec.kernels.quantize.reference import (
     Uniform,
     block_amax,
@@ -30,7 +31,10 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 class QuantizedOperand(NamedTuple):
-    """Data [R, K] and its scales: of blocks, as ``quantize_operand``, and of the tensor, fp32 [1, 1] or None."""
+    """Data [R, K] and its scales: of blocks, as ``quantize_operand``, and the decode scale above them, fp32, or None.
+
+    That is [1, 1] of the tensor, or one for each outer block.
+    """
 
     data: torch.Tensor
     scale: torch.Tensor
@@ -39,7 +43,12 @@ class QuantizedOperand(NamedTuple):
 
 @torch.no_grad()
 def quantize(
-    x: torch.Tensor, spec: QuantSpec, *, axis: int = -1, random: RandomStream | torch.Tensor | None = None
+    x: torch.Tensor,
+    spec: QuantSpec,
+    *,
+    axis: int = -1,
+    random: RandomStream | torch.Tensor | None = None,
+    group: int | None = None,
 ) -> QuantizedTensor:
     """Quantize a tensor with scales along ``axis``; without gradient.
 
@@ -49,14 +58,15 @@ def quantize(
             ``source="fprop"`` as original, since there is no other operand.
         axis: contracted dimension; blocks run along it, and their rows over all other dimensions, flattened.
         random: for stochastic rounding, a stream, or fp32 draws u in [0, 1) of the shape of x (magnitudes are floor(t
-            + u)), which elements and scales then share.
+            + u)), which elements and scales then share; two of that shape give four-over-six others at four.
+        group: entries along ``axis`` that share a ``correction``: the block of the Hadamard transform that x has had.
 
     Returns:
         A tensor with codes, decode scales and ``dequantize`` in the layout of x.
 
     Raises:
-        UserError: stochastic rounding without ``random``; x of integers, zero-dimensional, or without entries along
-            ``axis``; a ``spec`` of another type.
+        UserError: stochastic rounding without ``random``; a correction without ``group``; x of integers,
+            zero-dimensional, or without entries along ``axis``; a ``spec`` of another type.
     """
     if not isinstance(spec, QuantSpec):
         raise UserError(f"quantize got {type_of(spec)} as spec: give a QuantSpec, such as a recipe's fprop.input")
@@ -69,7 +79,7 @@ def quantize(
     last = x.movedim(axis, -1)
     matrix = last.reshape(-1, last.shape[-1])
     if isinstance(random, torch.Tensor):
-        random = random.movedim(axis, -1).reshape(matrix.shape)
+        random = random.movedim(axis, -1).reshape(*random.shape[: random.dim() - x.dim()], *matrix.shape)
     stream = RandomStream((0, 0)) if random is None and not spec.random else random
     of_tensor = None
     if isinstance(stream, RandomStream) and fuses_mx(matrix, spec.block, spec.scale_format, 1):
@@ -77,7 +87,7 @@ def quantize(
             codes, scale = _quantize_by_kernel(matrix, spec, stream)
         elements = decode(codes, FORMATS[spec.format]).to(x.dtype)
     else:
-        elements, scale, of_tensor = quantize_by_reference(matrix, spec, random)
+        elements, scale, of_tensor = quantize_by_reference(matrix, spec, random, group=group)
     return QuantizedTensor(last.shape, x.dtype, spec, elements, scale, axis=axis, rowwise_tensor_scale=of_tensor)
 
 
@@ -121,44 +131,69 @@ def quantize_by_reference(
     reduce_amax: Reduce | None = None,
     *,
     tensor_amax: torch.Tensor | None = None,
+    group: int | None = None,
     dequantize: bool = False,
 ) -> QuantizedOperand:
     """Data and decode scales of a matrix by ``kernels.quantize.reference.quantize_operand``, headroom included.
 
-    A current scale of a row or of the tensor needs the whole transformed matrix first. For blocks and delayed scales
-    ``quantize_operand`` applies the transform, with a chunk of rows in fp32 at a time.
+    A current scale of a row, of the tensor or of outer blocks needs the whole transformed matrix first. For blocks and
+    delayed scales ``quantize_operand`` applies the transform, with a chunk of rows in fp32 at a time.
 
     Args:
         matrix: [R, K], contracted dimension last, any strides.
-        random: draws of stochastic rounding: a stream, or fp32 [R, K].
+        random: draws of stochastic rounding: a stream, or fp32 [R, K]; or [2, R, K], of which four-over-six takes the
+            second for the elements at four.
         transform: applied first; K is then padded to whole blocks.
-        encode_scale: fp32 [1, 1] of delayed scaling.
+        encode_scale: fp32 [1, 1], known beforehand.
         reduce_amax: maximum over the ranks that share a current scale.
-        tensor_amax: fp32, for a tensor scale that is delayed; [R] if each row is a tensor of its own. None for a
-            current one.
+        tensor_amax: fp32 amax of earlier steps, of delayed scaling; [R] for a tensor scale, if each row is a tensor of
+            its own. None for a current one.
+        group: entries that share a correction, if the matrix was transformed before.
         dequantize: multiply data by their block's scale, exact if ``spec.folds_scale``.
     """
-    of_tensor = None
+    above, outer = spec.tensor_scale, spec.outer_block
+    group = group if transform is None else transform.block
     has_amax = tensor_amax is not None or encode_scale is not None
-    if (spec.block is None or spec.tensor_scale is not None) and not has_amax:
-        if transform is not None:
-            matrix, transform = transform.apply(matrix), None
-        if spec.tensor_scale is None:
-            encode_scale = current_encode_scale(matrix, spec, reduce_amax)
-        else:
-            tensor_amax = block_amax(matrix, (max(1, matrix.shape[0]), max(1, matrix.shape[1])))
-            tensor_amax = tensor_amax if reduce_amax is None else reduce_amax(tensor_amax)
-    if spec.tensor_scale is not None and tensor_amax is not None:
+    if tensor_amax is not None and above is None:
+        encode_scale = delayed_encode_scale(tensor_amax, spec)
+    needs_all = (spec.block is None or above is not None) and not has_amax
+    if transform is not None and (needs_all or transform.rounds(matrix.dtype)):
+        matrix, transform = transform.apply(matrix), None
+    if needs_all and above is None:
+        encode_scale = current_encode_scale(matrix, spec, reduce_amax)
+    elif needs_all:
+        tensor_amax = block_amax(matrix, outer or (max(1, matrix.shape[0]), max(1, matrix.shape[1])))
+        tensor_amax = tensor_amax if reduce_amax is None or outer else reduce_amax(tensor_amax)
+    of_tensor = signs = None
+    options = _coded_options(spec, group)
+    if above is not None and tensor_amax is not None:
+        amax = tensor_amax if tensor_amax.dim() == 2 else tensor_amax.view(-1, 1)
         margin = spec.margin if spec.scaling == "delayed" else 0
-        of_tensor = tensor_scale(tensor_amax.view(-1, 1), spec.tensor_scale.target, spec.scale_rule, margin)
-    signs = None
+        of_tensor = tensor_scale(amax, above.target, spec.scale_rule, margin, options.largest(FORMATS[spec.format]))
     if transform is not None:
         matrix, signs = padded(matrix, transform.block), transform.signs(matrix.device)
-    arguments = kernel_arguments(matrix, spec, random)
     data, scale = quantize_operand(
-        matrix, **arguments, encode_scale=encode_scale, of_tensor=of_tensor, signs=signs, dequantize=dequantize
+        matrix,
+        **kernel_arguments(matrix, spec, random),
+        options=options,
+        encode_scale=encode_scale,
+        of_tensor=of_tensor,
+        outer_block=outer,
+        signs=signs,
+        dequantize=dequantize,
     )
     return QuantizedOperand(data, scale, None if of_tensor is None else of_tensor.decode)
+
+
+def _coded_options(spec: QuantSpec, group: int | None) -> CodedOptions:
+    scale = spec.scale
+    if spec.correction is not None and group is None:
+        raise UserError(
+            f"correction {spec.correction} was asked of a tensor without a Hadamard transform, whose groups share a "
+            "factor: pass group=128, the block of the transform that it has had"
+        )
+    corrected = 0 if spec.correction is None or group is None else group
+    return CodedOptions(scale.block_target, scale.four_over_six, scale.zero_code, corrected)
 
 
 def current_encode_scale(matrix: torch.Tensor, spec: QuantSpec, reduce_amax: Reduce | None = None) -> torch.Tensor:
@@ -200,6 +235,6 @@ def _uniform(matrix: torch.Tensor, spec: QuantSpec, random: RandomStream | torch
         raise UserError("stochastic rounding was asked without randomness: pass random=RandomStream(key=(7, 0))")
     if isinstance(random, torch.Tensor):
         draws = random
-        return lambda rows: draws[rows]
+        return lambda rows: draws[..., rows, :]
     refuse_capture("stochastic rounding runs")
     return random.uniform(matrix.shape[1], spec.random_bits, matrix.device)

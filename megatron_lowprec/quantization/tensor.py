@@ -37,8 +37,8 @@ class QuantizedTensor:
         columnwise_data, columnwise_scale: the same for the transpose [N, M]; two-dimensional tensors only.
         axis: dimension of the source that is last in rowwise data.
         folded: block scales are multiplied into the data, which are then off the format's grid.
-        rowwise_tensor_scale, columnwise_tensor_scale: fp32 [1, 1], decode scale of the tensor above its block scales;
-            None if the spec has none. The directions differ if a transform precedes one of them.
+        rowwise_tensor_scale, columnwise_tensor_scale: fp32 [1, 1], decode scale of the tensor above its block scales,
+            or one for each outer block; None if the spec has none. The directions differ if a transform precedes one.
         rowwise_transform, columnwise_transform: the Hadamard transform of which the data are rounded; None for none.
         scale_layout: ``"plain"``, as above; ``"tiles_128x4"``, tiles of 128 rows by 4 blocks, as Blackwell's GEMMs read
             scales, which no kernel writes yet.
@@ -111,8 +111,10 @@ class QuantizedTensor:
             return f"{spec.scale_format} scales by {spec.scale_rule} do not fold exactly"
         if (of_tensor is not None) != (spec.tensor_scale is not None):
             return f"tensor scale {'without' if of_tensor is not None else 'lacking, with'} one in the spec"
-        if of_tensor is not None and (of_tensor.dtype, of_tensor.numel()) != (torch.float32, 1):
-            return f"tensor scale of {of_tensor.numel()} {of_tensor.dtype}, expected one fp32"
+        outer = spec.outer_block or (data.shape[0], data.shape[1])
+        above = (-(-data.shape[0] // outer[0]), -(-data.shape[1] // outer[1]))
+        if of_tensor is not None and (of_tensor.dtype, tuple(of_tensor.shape)) != (torch.float32, above):
+            return f"tensor scale {tuple(of_tensor.shape)} of {of_tensor.dtype}, expected {above} in fp32"
         if scale is None:
             return None
         if scale.dtype != (torch.float32 if spec.scale_format == "fp32" else torch.uint8):
@@ -198,8 +200,7 @@ class QuantizedTensor:
 
     def _decode_scale(self, scale: torch.Tensor | None, of_tensor: torch.Tensor | None) -> torch.Tensor:
         assert scale is not None
-        numbers = as_numbers(scale, self._spec.scale_format)
-        return numbers if of_tensor is None else numbers * of_tensor
+        return decode_scales(self._spec, scale, of_tensor)
 
     def _values(
         self, data: torch.Tensor, scale: torch.Tensor | None, of_tensor: torch.Tensor | None, length: int
@@ -211,7 +212,7 @@ class QuantizedTensor:
             scale = scale[: -(-data.shape[0] // blocks[0]), : -(-data.shape[1] // blocks[1])]
             values = scale_blocks(values, self._decode_scale(scale, of_tensor), blocks)
         elif of_tensor is not None:
-            values = values * of_tensor
+            values = scale_blocks(values, of_tensor, self._spec.outer_block or (1, 1))
         rows = self.shape.numel() // max(1, length)
         return values[:rows, :length] / (self.spec.headroom if self.spec else 1.0)
 
@@ -230,3 +231,12 @@ def as_numbers(scale: torch.Tensor, scale_format: str) -> torch.Tensor:
     if scale.is_floating_point():
         return scale
     return e8m0_decode_scale(scale) if scale_format == "e8m0" else decode(scale, FORMATS[scale_format])
+
+
+def decode_scales(spec: QuantSpec, scale: torch.Tensor, of_tensor: torch.Tensor | None) -> torch.Tensor:
+    """fp32 decode scales of blocks, as stored, times that of the tensor or of their outer blocks, if there is one."""
+    numbers = as_numbers(scale, spec.scale_format)
+    if of_tensor is None or spec.outer_block is None or spec.block is None:
+        return numbers if of_tensor is None else numbers * of_tensor
+    rows, columns = (outer // inner for outer, inner in zip(spec.outer_block, spec.block, strict=True))
+    return scale_blocks(numbers, of_tensor, (rows, columns))

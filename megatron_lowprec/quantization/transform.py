@@ -58,8 +58,16 @@ class Transform:
             one._scaled = signs
 
     def apply(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Transform [R, K] along K in fp32, zero-padded to whole blocks; the zeros change no scale and no product."""
-        return hadamard_transform(padded(matrix, self.block), self.signs(matrix.device))
+        """Transform [R, K] along K in fp32, zero-padded to whole blocks; the zeros change no scale and no product.
+
+        Entries are then rounded to the matrix's dtype if ``spec.output`` is ``"operand"``.
+        """
+        transformed = hadamard_transform(padded(matrix, self.block), self.signs(matrix.device))
+        return transformed.to(matrix.dtype).float() if self.spec.output == "operand" else transformed
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Whether entries of a matrix of this dtype are rounded after the transform, which no fused kernel does."""
+        return self.spec.output == "operand" and dtype != torch.float32
 
 
 @lru_cache(maxsize=16)  # a CUDA graph cannot copy from the host

@@ -22,8 +22,7 @@ def describe_operand(quant: QuantSpec | None) -> str:
         parts.append(f"amax at least {quant.amax_floor:g}")
     if quant.scale.rounding == "stochastic":
         parts.append("scales rounded stochastically")
-    if quant.tensor_scale is not None:
-        parts.append(f"fp32 tensor scale to {quant.tensor_scale.target:g}")
+    parts += describe_levels(quant)
     if quant.scaling == "delayed":
         often = ", an entry a microbatch" if quant.history_update == "microbatch" else ""
         parts.append(f"delayed: {quant.history_rule} of {quant.history}{often}, margin {quant.margin}")
@@ -35,6 +34,23 @@ def describe_operand(quant: QuantSpec | None) -> str:
     if quant.source == "fprop":
         parts.append("from what fprop used")
     return ", ".join(parts)
+
+
+def describe_levels(quant: QuantSpec) -> list[str]:
+    """What coded scales have beyond format, rule and rounding, and the scale above them, as short texts."""
+    scale, parts = quant.scale, []
+    if scale.block_target is not None:
+        parts.append(f"amax of a block to {scale.block_target:g}")
+    if scale.four_over_six is not None:
+        parts.append(f"four over six by {scale.four_over_six}")
+    if scale.zero_code != "zero":
+        parts.append("1 for 0" if scale.zero_code == "one" else "elements 0 under 0")
+    if quant.correction is not None:
+        parts.append(f"corrected in each transformed group ({quant.correction})")
+    if quant.tensor_scale is not None:
+        above = "tensor scale" if quant.outer_block is None else f"scale of {quant.tensor_scale.granularity}"
+        parts.append(f"fp32 {above} to {quant.tensor_scale.target:g}")
+    return parts
 
 
 def describe_gemm(name: str, gemm: GemmSpec, backend: Choice, emulate_accumulator: bool = False) -> list[str]:
@@ -62,7 +78,8 @@ def describe_gemm(name: str, gemm: GemmSpec, backend: Choice, emulate_accumulato
 
 def describe_transform(transform: HadamardSpec) -> str:
     """One GEMM's Hadamard transform."""
-    return f"Hadamard {transform.block} ({transform.signs} signs) on both operands"
+    rounded = ", rounded to the tensor's dtype" if transform.output == "operand" else ""
+    return f"Hadamard {transform.block} ({transform.signs} signs) on both operands{rounded}"
 
 
 def describe_training_state(recipe: Recipe) -> list[str]:

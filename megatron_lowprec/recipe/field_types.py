@@ -32,7 +32,9 @@ def check_fields(spec: Any) -> None:
             value = tuple(value)
             object.__setattr__(spec, name, value)
         if not fits(value, hint):
-            choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+            inner, optional = without_none(hint)
+            choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
+            choices += ("None",) if choices and optional else ()
             allowed = f"one of {', '.join(choices)}" if choices else described(hint)
             raise UserError(f"{name} is {value!r}, but must be {allowed}")
 

@@ -14,9 +14,13 @@ from megatron_lowprec.scaling import CODED_SCALE_FORMATS, SCALE_FORMATS, SCALE_R
 Rounding = Literal["nearest_even", "half_away", "stochastic"]
 ScaleRounding = Literal["nearest_even", "stochastic"]
 Scaling = Literal["current", "delayed"]
-HistoryRule = Literal["max", "most_recent"]
+HistoryRule = Literal["max", "most_recent", "held"]
 HistoryUpdate = Literal["step", "microbatch"]
 Source = Literal["original", "fprop"]
+FourOverSix = Literal["mse", "mae", "abs_max"]
+ZeroCode = Literal["zero", "flush", "one"]
+Correction = Literal["eden"]
+TransformOutput = Literal["fp32", "operand"]
 
 HADAMARD_BLOCKS = (16, 32, 64, 128, 256)
 FIXED_SIGNS = {"nvfp4": (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)}
@@ -45,10 +49,19 @@ class ScaleSpec:
             e8m0   ceil      2^(ceil(log2 A) - emax) (torchao)
             e8m0   even      floor, after A was rounded to the element's mantissa (torchao)
             coded  product   code(A (G (1 / M))) times D = 1 / G (TransformerEngine)
+            coded  base      code((A / M) G) times D = 1 / G (four-over-six)
             coded  quotient  code((A / M) / D) times D (torchao)
+            coded  divided   the same, D = (amax / (target / M)) / M (Quartet II)
             ====== ========= ===============================================================================
         rounding: of a coded scale; ``"stochastic"`` draws one number a block.
         amax_floor: smallest A of an fp32 scale (torchao 1e-12, DeepGEMM 1e-4); 0 for none.
+        block_target: M of a coded scale: the magnitude that a block's amax is mapped to; None for the element format's
+            maximum. Under 16/17 of it, 6 / (17 / 16) for E2M1, no entry saturates, however an E4M3 scale is rounded.
+        four_over_six: maps each block's amax to M, or by a scale 3/2 as large to 2/3 of M, whichever gives the lower
+            error: ``"mse"``, ``"mae"`` or ``"abs_max"``; M at a tie (arXiv 2512.02010). None for M.
+        zero_code: what a coded scale that rounds to 0 is: ``"zero"``, under which entries saturate and decode to 0
+            (TransformerEngine); ``"flush"``, the same under which entries are 0 (fouroversix); ``"one"``, the scale 1,
+            under which small entries can be rounded up stochastically (arXiv 2509.17791, arXiv 2601.22813).
     """
 
     granularity: str
@@ -56,6 +69,9 @@ class ScaleSpec:
     rule: str = "amax"
     rounding: ScaleRounding = "nearest_even"
     amax_floor: float = 0.0
+    block_target: float | None = None
+    four_over_six: FourOverSix | None = None
+    zero_code: ZeroCode = "zero"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -86,23 +102,40 @@ class ScaleSpec:
                 f"rounding stochastic was asked for {self.format} scales, whose rules round only one way; "
                 f"use format {', '.join(CODED_SCALE_FORMATS)}, or leave it out"
             )
+        for name, default in (("block_target", None), ("four_over_six", None), ("zero_code", "zero")):
+            if (value := getattr(self, name)) != default and self.format not in CODED_SCALE_FORMATS:
+                raise UserError(
+                    f"{name} {value} was asked for {self.format} scales; it belongs to format "
+                    f"{', '.join(CODED_SCALE_FORMATS)}: use one of them, or leave it out"
+                )
+        if self.block_target is not None and not 0.0 < self.block_target < float("inf"):
+            raise UserError(f"block_target is {self.block_target}, but must be a positive number such as 4.0, or null")
 
 
 @dataclass(frozen=True)
 class TensorScaleSpec:
-    """One fp32 scale of the whole tensor above its blocks' coded scales: G = target / amax, decode scale 1 / G.
+    """fp32 scale above the blocks' coded scales: G = target / amax, decode scale 1 / G.
 
-    ``QuantSpec.scaling`` names the source of the amax: the tensor, over all ranks that hold parts of it, or a history.
+    ``QuantSpec.scaling`` names the source of the whole tensor's amax: the tensor, over all ranks that hold parts of it,
+    or a history.
 
     Attributes:
-        target: amax of the scaled tensor: the largest block scale times the largest element, 448 * 6 = 2688 for NVFP4,
+        target: amax of what was scaled: the largest block scale times the largest element, 448 * 6 = 2688 for NVFP4,
             256 * 6 for four-over-six.
+        granularity: ``"tensor"``, one scale; or outer blocks ``"RxC"`` of whole inner ones (1x128, arXiv 2510.27527).
     """
 
     target: float
+    granularity: str = "tensor"
 
     def __post_init__(self) -> None:
         check_fields(self)
+        try:
+            block = granularity_of(self.granularity).block
+        except ValueError:
+            block = None
+        if block is None and self.granularity != "tensor":
+            raise UserError(f"granularity is {self.granularity!r}, but must be tensor or ROWSxCOLUMNS such as 1x128")
         if not 0.0 < self.target < float("inf"):
             raise UserError(f"target is {self.target}, but must be a positive number such as 2688.0")
 
@@ -127,12 +160,16 @@ class QuantSpec:
         scaling: source of the tensor's amax, which the scale of granularity ``"tensor"`` or the tensor scale takes:
             ``"current"``, the tensor itself; ``"delayed"``, the ``history`` of earlier steps (TE).
         history: length of delayed scaling's window.
-        history_rule: ``"max"`` over the window, or its ``"most_recent"`` entry.
+        history_rule: ``"max"`` over the window, its ``"most_recent"`` entry, or ``"held"``: one entry in ``history``
+            is taken and stays in effect until the next (arXiv 2509.17791: 50 steps).
         history_update: one entry per ``"step"``, the largest amax of its microbatches; or one per ``"microbatch"``, as
             in TE: the window then spans ``history`` / microbatches steps, and the scale changes within a step.
         margin: delayed scaling uses M / 2^margin for M, or target / 2^margin for the target.
         source: ``"fprop"`` in dgrad and wgrad quantizes the dequantized operand of fprop again (arXiv 2601.22813),
             instead of the ``"original"`` tensor.
+        correction: ``"eden"``: each group of the GEMM's Hadamard transform has a factor <v, v> / <v, q>, v its scaled
+            entries and q those rounded, on the scales of its blocks, which are rounded to nearest before and by
+            ``scale.rounding`` after it (MS-EDEN, arXiv 2601.22813). None for no factor.
     """
 
     format: str
@@ -147,6 +184,7 @@ class QuantSpec:
     history_update: HistoryUpdate = "step"
     margin: int = 0
     source: Source = "original"
+    correction: Correction | None = None
 
     def __init__(
         self,
@@ -167,6 +205,7 @@ class QuantSpec:
         scale: ScaleSpec | None = None,
         tensor_scale: TensorScaleSpec | None = None,
         source: Source = "original",
+        correction: Correction | None = None,
     ) -> None:
         given = {"granularity": granularity, "format": scale_format, "rule": scale_rule, "amax_floor": amax_floor}
         shorthand: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -207,6 +246,7 @@ class QuantSpec:
                 f"tensor_scale was asked above {self.scale_format} scales; it belongs above "
                 f"{', '.join(CODED_SCALE_FORMATS)}: set one of them as scale.format, or tensor_scale=null"
             )
+        self._check_coded()
         if self.margin < 0 or (self.margin and self.scaling != "delayed"):
             raise UserError(f"margin {self.margin} was asked; it is a number from 0 up, for scaling delayed only")
         if self.scaling == "delayed" and not self.has_tensor_amax:
@@ -216,6 +256,31 @@ class QuantSpec:
             )
         if self.history < 1:
             raise UserError(f"history is {self.history}, but must be at least 1")
+
+    def _check_coded(self) -> None:
+        """Check what depends on both the elements and the levels of coded scales."""
+        block, outer = self.block, self.outer_block
+        if outer is not None and block is not None and (outer[0] % block[0] or outer[1] % block[1]):
+            raise UserError(
+                f"tensor_scale.granularity is {outer[0]}x{outer[1]}, which does not hold whole blocks of "
+                f"{self.granularity}: give multiples of both sizes, such as {block[0]}x{8 * block[1]}"
+            )
+        if self.scale.rule == "divided" and self.tensor_scale is None:
+            raise UserError("scale.rule divided was asked without a tensor_scale to divide by: set tensor_scale.target")
+        if self.scale.four_over_six is not None and self.format != "e2m1":
+            raise UserError(
+                f"scale.four_over_six was asked for {self.format} elements, which have no 4 beside their 6: use format "
+                "e2m1, or leave it out"
+            )
+        if self.correction is not None and (block is None or block[0] != 1 or self.scale.zero_code != "one"):
+            raise UserError(
+                f"correction {self.correction} was asked with {self.granularity} {self.scale_format} scales and "
+                f"zero_code {self.scale.zero_code}; it corrects coded scales of one row that are not 0: set "
+                "granularity 1x16, scale_format e4m3 and scale.zero_code one"
+            )
+        chosen = "scale.four_over_six" if self.scale.four_over_six else "correction" if self.correction else None
+        if chosen and self.headroom != 1.0:
+            raise UserError(f"headroom {self.headroom} was asked with {chosen}; set scale.block_target instead")
 
     @property
     def granularity(self) -> str:
@@ -243,6 +308,11 @@ class QuantSpec:
         return granularity_of(self.scale.granularity).block
 
     @cached_property
+    def outer_block(self) -> tuple[int, int] | None:
+        """(rows, columns) under one scale above the blocks' own; None for the whole tensor, or no such scale."""
+        return None if self.tensor_scale is None else granularity_of(self.tensor_scale.granularity).block
+
+    @cached_property
     def power_of_two_scale(self) -> bool:
         """Whether every decode scale of a block is a power of two."""
         return SCALE_RULES[self.scale.rule].power_of_two
@@ -255,7 +325,7 @@ class QuantSpec:
     @property
     def has_tensor_amax(self) -> bool:
         """Whether a scale follows from the amax of the whole tensor."""
-        return self.scale.granularity == "tensor" or self.tensor_scale is not None
+        return self.scale.granularity == "tensor" or (self.tensor_scale is not None and self.outer_block is None)
 
     @cached_property
     def random(self) -> bool:
@@ -277,10 +347,13 @@ class HadamardSpec:
     Attributes:
         signs: ``"random"``, drawn for each GEMM of each microbatch (arXiv 2502.20586, Algorithm 3); ``"none"``, all
             ones; or a row of ``FIXED_SIGNS``, whose length is the block.
+        output: ``"fp32"``, the transformed entries are quantized as computed; ``"operand"``, they are rounded to the
+            tensor's dtype before (TransformerEngine).
     """
 
     block: int = 64
     signs: str = "random"
+    output: TransformOutput = "fp32"
 
     def __post_init__(self) -> None:
         if self.block not in HADAMARD_BLOCKS:

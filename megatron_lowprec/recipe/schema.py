@@ -171,3 +171,16 @@ def _check_gemm(gemm: str, spec: GemmSpec) -> None:
                 f"{gemm}.{operand} asks delayed scaling under a Hadamard transform, but no history "
                 f"holds its amax: set {gemm}.{operand}.scaling=current or {gemm}.hadamard=null"
             )
+        if quant is not None and quant.source == "fprop" and spec.hadamard and spec.hadamard.output == "operand":
+            raise UserError(
+                f"{gemm}.hadamard.output is operand and {gemm}.{operand}.source is fprop, whose dequantized tensor has "
+                f"no dtype to round to: set {gemm}.hadamard.output=fp32"
+            )
+        if quant is None or quant.correction is None:
+            continue
+        if spec.hadamard is None or quant.block is None or spec.hadamard.block % quant.block[1]:
+            group = "no Hadamard transform" if spec.hadamard is None else f"a transform of {spec.hadamard.block}"
+            raise UserError(
+                f"{gemm}.{operand}.correction is {quant.correction} with blocks of {quant.granularity} and {group}, "
+                f"whose groups share a factor: set {gemm}.hadamard.block to a multiple of the block, or correction=null"
+            )

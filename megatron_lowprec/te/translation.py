@@ -184,6 +184,8 @@ def _operand_fault(place: str, quant: QuantSpec) -> str | None:
     if (quant.rounding, quant.headroom) != ("nearest_even", 1.0):
         asked = f"rounding {quant.rounding} and headroom {quant.headroom:g}"
         return f"{place} has {asked}, but its FP8 casts have nearest_even and 1"
+    if quant.history_rule == "held":
+        return f"{place}.history_rule is held, but its histories have max and most_recent"
     if quant.source != "original":
         return f"{place}.source is {quant.source}, but its FP8 casts take the original tensor"
     rows = [row for kind, row in KINDS.items() if (kind == "delayed") == (quant.scaling == "delayed")]

@@ -77,7 +77,11 @@ def test_a_table_of_an_operand_shows_every_field() -> None:
         "scale.rule": "amax_pow2",
         "scale.rounding": "stochastic",
         "scale.amax_floor": 1e-4,
+        "scale.block_target": 4.0,
+        "scale.four_over_six": "mae",
+        "scale.zero_code": "one",
         "tensor_scale": TensorScaleSpec(2688.0),
+        "correction": "eden",
         "source": "fprop",
         "rounding": "stochastic",
         "random_bits": 4,
@@ -91,7 +95,10 @@ def test_a_table_of_an_operand_shows_every_field() -> None:
     assert set(others) == names
     for name, value in others.items():
         changes: dict[str, object] = {name: value}
-        before = nvfp4 if name in ("scale.rounding", "tensor_scale") else plain
+        levels = ("scale.rounding", "scale.block_target", "scale.four_over_six", "scale.zero_code", "tensor_scale")
+        before = nvfp4 if name in levels else plain
+        if name == "correction":
+            before = dataclasses.replace(nvfp4, scale=dataclasses.replace(nvfp4.scale, zero_code="one"))
         if name == "scale.format":
             before, changes = (
                 dataclasses.replace(plain, granularity="1x32"),

@@ -43,9 +43,9 @@ TILE = {
     "two": (1, 16),
     "single": (1, 16),
 }
-HANDED_IN = re.compile(r"noise\d*|sign\d*|x|w|grad_output|amax|old_scale|sizes")
+HANDED_IN = re.compile(r"noise\d*|sign\d*|x|w|dy|grad_output|amax|old_scale|sizes")
 FOR_INFORMATION = re.compile(
-    r"linear_backward\w+:y|mx_\w+:dequant|\w+:(quirk_\w+|S|torch_\w+|history_after|fp4\..*|amax_t)"
+    r"linear_backward\w+:y|mx_\w+:dequant|\w+:(quirk_\w+|S|torch_\w+|history_after|fp4\..*|(\w+\.)?amax(_t)?)"
 )
 TOLERANCES: tuple[tuple[str, str, Tolerance], ...] = (
     ("mxfp4_alg2", "dequant", ("rtol", 3e-7)),  # the peer divides by 3 in fp32 where we divide by 3/4: 2 roundings
@@ -53,7 +53,18 @@ TOLERANCES: tuple[tuple[str, str, Tolerance], ...] = (
     ("linear_backward", "grad_", ("norm", 1e-5)),  # any order of summation
     ("fp8block_deepgemm", "sf", ("ulp", 1)),  # fl(amax / M) there, fl(1 / fl(M / amax)) here
     ("fp8_te_delayed", "scale_", ("ulp", 1)),  # the peer multiplies by a reciprocal
+    ("nvfp4_linear_te", "", ("norm", 1e-6)),  # any order of summation
+    ("nvfp4_mseden", "dequant", ("rtol", 1e-6)),  # any order of summation in the rotation
+    ("nvfp4_", "dequant", ("rtol", 3e-7)),  # the peer multiplies by the scale above last
+    ("nvfp4_mseden", "next_amax", ("rtol", 1e-6)),
 )
+
+
+ANY_ZERO = (
+    *("mx_microxcaling", "nvfp4_te", "nvfp4_linear_te", "nvfp4_ragged_te", "nvfp4_4over6", "nvfp4_sr"),
+    *("nvfp4_rtn_quartet2", "nvfp4_eden_quartet2", "nvfp4_mseden_quartet2", "mxfp4_tetrajet"),
+)
+"""Cases of peers that drop or add signs of zero."""
 
 
 class Group(NamedTuple):
@@ -90,7 +101,9 @@ def groups(case: str, arrays: Tensors, inputs: Tensors) -> dict[str, Group]:
     for key, value in arrays.items():
         # names of inputs may hold dots themselves (ties.fp4_e2m1): the longest that fits
         fit = [name + axis for name in inputs for axis in ("", "@axis0") if key.startswith(f"{name}{axis}.")]
-        carries_inputs = case.startswith(("rht_", "element_formats", "fp8_te_delayed", "greedy_", "wgmma_"))
+        carries_inputs = case.startswith(
+            ("rht_", "element_formats", "fp8_te_delayed", "greedy_", "wgmma_", "nvfp4_linear", "nvfp4_mseden")
+        )
         name = max(fit, key=len) if fit else key.split(".", 1)[0] if carries_inputs else ""
         what = key[len(name) + 1 :] if name else key
         group = found.setdefault(name, Group(_x_of(name, inputs), {}, {}))
@@ -142,7 +155,7 @@ def _format_of(case: str, key: str) -> str:
     if case == "element_formats":
         return key
     named = next((fmt for fmt in LARGEST if fmt in case), None)
-    return named or ("fp4_e2m1" if case.startswith(("nvfp4", "mxfp4")) else "fp8_e4m3")
+    return named or ("fp4_e2m1" if case.startswith(("nvfp4", "mxfp4", "fp4")) else "fp8_e4m3")
 
 
 def _is_codes(case: str, key: str) -> bool:
@@ -166,7 +179,7 @@ def _different(
     if got.shape != want.shape:
         return f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
     how = next((how for prefix, part, how in TOLERANCES if case.startswith(prefix) and part in key), None)
-    any_zero = case.startswith(("mx_microxcaling", "nvfp4_te"))
+    any_zero = case.startswith(ANY_ZERO)
     if not want.is_floating_point():
         bad = _codes_differ(got.to(want.dtype), want, fmt if _is_codes(case, key) else "", any_zero)
     elif how and how[0] == "norm":
@@ -235,7 +248,9 @@ def quirks(case: str, key: str, want: torch.Tensor, group: Group) -> torch.Tenso
         masks.append(_near_tie(x.double() / step, "fp4_e2m1" if case.startswith("nvfp4") else "fp8_e4m3"))
     skip = torch.zeros(want.shape, dtype=torch.bool)
     for mask in masks:
-        skip |= mask if mask.shape == want.shape else mask.repeat_interleave(want.shape[-1] // mask.shape[-1], -1)
+        for axis in range(mask.dim()):  # a block's mark counts for each of its entries
+            mask = mask.repeat_interleave(max(1, want.shape[axis] // mask.shape[axis]), axis)
+        skip |= mask if mask.shape == want.shape else False
     return skip
 
 

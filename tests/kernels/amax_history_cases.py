@@ -11,6 +11,7 @@ from tests.kernels.interpreted import main
 
 LENGTHS = (1, 2, 63, 64, 65, 200)
 TENSORS = (1, 15, 16, 37)
+RULES = ("max", "most_recent", "held")
 STEPS = 4
 
 
@@ -28,24 +29,26 @@ def faults(device: str) -> Iterator[str]:
     """Every step whose result differs, a line each."""
     from megatron_lowprec.kernels.amax_history import triton
 
-    for length, tensors, take_max in itertools.product(LENGTHS, TENSORS, (True, False)):
+    for length, tensors, rule in itertools.product(LENGTHS, TENSORS, RULES):
         generator = torch.Generator().manual_seed(length)
         window = torch.rand(length, tensors, generator=generator) * 12
+        if rule == "held":
+            window = torch.where(torch.rand(window.shape, generator=generator) < 1 / length, window, 0.0)
         in_effect = torch.rand(tensors, generator=generator)
         found = [window.to(device), in_effect.to(device)]
         wanted = [window.clone(), in_effect.clone()]
         for step, newest in enumerate(amaxes(length, tensors)):
             mine, theirs = newest.to(device), newest.clone()
-            triton.update_history_(mine, *found, take_max)
-            reference.update_history_(theirs, *wanted, take_max)
+            triton.update_history_(mine, *found, rule == "max", rule == "held")
+            reference.update_history_(theirs, *wanted, rule == "max", rule == "held")
             for name, one, other in zip(("newest", "window", "in effect"), [mine, *found], [theirs, *wanted]):
                 if not torch.equal(one.cpu().view(torch.int32), other.view(torch.int32)):
-                    yield f"length {length}, {tensors} tensors, max {take_max}, step {step}: {name}"
+                    yield f"length {length}, {tensors} tensors, {rule}, step {step}: {name}"
 
 
 def differences(device: str) -> tuple[int, list[str]]:
     """(cases, faults)"""
-    return len(LENGTHS) * len(TENSORS) * 2 * STEPS, list(faults(device))
+    return len(LENGTHS) * len(TENSORS) * len(RULES) * STEPS, list(faults(device))
 
 
 if __name__ == "__main__":

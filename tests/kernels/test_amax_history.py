@@ -8,7 +8,7 @@ from tests.kernels.interpreted import assert_no_differences
 
 @pytest.mark.slow
 def test_interpreted() -> None:
-    assert "192 compared" in assert_no_differences("tests.kernels.amax_history_cases")
+    assert "288 compared" in assert_no_differences("tests.kernels.amax_history_cases")
 
 
 @pytest.mark.gpu

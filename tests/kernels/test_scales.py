@@ -8,6 +8,7 @@ import torch
 
 from megatron_lowprec.formats import E8M0_NAN, ELEMENT_FORMATS, FORMATS, Format
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
+from megatron_lowprec.kernels.quantize.coded_scale import CodedOptions
 from megatron_lowprec.kernels.quantize.reference import (
     block_amax,
     coded_scale,
@@ -152,30 +153,35 @@ def test_amax_floor_applies_before_the_division(floor: float) -> None:
 @pytest.mark.parametrize("rule", scale_rules("e4m3"))
 @pytest.mark.parametrize("scale_fmt", CODED_SCALE_FORMATS)
 def test_coded_scale_is_exact(rule: str, scale_fmt: str, generator: torch.Generator) -> None:
-    """Each operation is rounded to fp32, in the order of TransformerEngine or torchao, and the value to its format."""
-    fmt, codes = FORMATS["e2m1"], FORMATS[scale_fmt]
+    """Each operation is rounded to fp32, in the order of the rule's peer, and the value to its format."""
+    fmt, codes, maps_to = FORMATS["e2m1"], FORMATS[scale_fmt], 6 / 1.0625
     amax = torch.cat((torch.rand(200, generator=generator).exp2(), torch.logspace(-9, 0, 100), torch.zeros(1)))
-    whole, target = amax.max().view(1, 1), 2688.0
-    of_tensor = tensor_scale(whole, target, rule)
-    value, encoder = coded_scale(amax.view(-1, 1), fmt, codes, rule, of_tensor)
-    largest, peak, one = Fraction(6), Fraction(target), Fraction(1)
-    exact_whole = Fraction(whole.item())
-    if rule == "product":
+    whole, target = amax.max().view(1, 1), 448 * maps_to
+    of_tensor = tensor_scale(whole, target, rule, largest=maps_to)
+    options = CodedOptions(block_target=maps_to)
+    value, encoder = coded_scale(amax.view(-1, 1), fmt, codes, rule, of_tensor, options=options)
+    largest, peak, one = to_fp32(Fraction(maps_to)), to_fp32(Fraction(target)), Fraction(1)
+    exact_whole, exact = Fraction(whole.item()), list(map(Fraction, amax.tolist()))
+    if rule in ("product", "base"):
         grow = to_fp32(peak / exact_whole)
         shrink, inverse = to_fp32(one / grow), to_fp32(grow * to_fp32(one / largest))
-        scaled = [to_fp32(Fraction(a) * inverse) for a in amax.tolist()]
+        scaled = [to_fp32(a * inverse) if rule == "product" else to_fp32(to_fp32(a / largest) * grow) for a in exact]
     else:
         shrink = to_fp32(exact_whole / peak)
+        if rule == "divided":
+            shrink = to_fp32(to_fp32(exact_whole / 448) / largest)
         grow = to_fp32(one / shrink)
-        scaled = [to_fp32(to_fp32(Fraction(a) / largest) / shrink) for a in amax.tolist()]
+        scaled = [to_fp32(to_fp32(a / largest) / shrink) for a in exact]
     assert (Fraction(of_tensor.encode.item()), Fraction(of_tensor.decode.item())) == (grow, shrink)
     want = nearest(torch.tensor([float(each) for each in scaled]), codes, "nearest_even")
     assert torch.equal(value.flatten().double(), want)
-    for exact, got in zip(map(Fraction, want.tolist()), map(Fraction, encoder.flatten().tolist()), strict=True):
-        if exact == 0:
+    for exact_value, got in zip(map(Fraction, want.tolist()), map(Fraction, encoder.flatten().tolist()), strict=True):
+        if exact_value == 0:
             assert got == Fraction(torch.finfo(torch.float32).max)
+        elif rule == "quotient":
+            assert got == to_fp32(grow / exact_value)
         else:
-            assert got == (to_fp32(one / to_fp32(exact * shrink)) if rule == "product" else to_fp32(grow / exact))
+            assert got == to_fp32(one / to_fp32(exact_value * shrink))
 
 
 # ---- amax

@@ -44,7 +44,7 @@ def test_maximum_leaves_after_length_steps() -> None:
     assert run(one(3, "max"), [8.0, 1.0, 2.0, 1.0, 1.0, 1.0]) == [8.0, 8.0, 8.0, 2.0, 2.0, 1.0]
 
 
-@pytest.mark.parametrize("rule", ["max", "most_recent"])
+@pytest.mark.parametrize("rule", ["max", "most_recent", "held"])
 def test_what_is_upcoming_is_in_effect_after_the_step(rule: str) -> None:
     history = one(3, rule)
     for amax in (8.0, 1.0, 0.0, 2.0, math.inf, 1.0, 1.0, 4.0):
@@ -53,6 +53,16 @@ def test_what_is_upcoming_is_in_effect_after_the_step(rule: str) -> None:
         assert torch.equal(history.in_effect, before)
         history.update()
         assert torch.equal(history.in_effect, upcoming)
+
+
+def test_a_held_amax_counts_until_the_next_of_its_turn() -> None:
+    assert run(one(3, "held"), [8.0, 1.0, 9.0, 2.0, 1.0, 1.0, 4.0]) == [8.0, 8.0, 8.0, 2.0, 2.0, 2.0, 4.0]
+    assert run(one(1, "held"), [8.0, 1.0]) == [8.0, 1.0]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_an_amax_that_is_not_finite_is_not_held(bad: float) -> None:
+    assert run(one(3, "held"), [8.0, 1.0, 1.0, bad, 2.0, 1.0]) == [8.0, 8.0, 8.0, 8.0, 2.0, 2.0]
 
 
 def test_most_recent_forgets_at_once() -> None:

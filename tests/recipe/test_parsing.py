@@ -35,7 +35,7 @@ def test_dump_and_load(name: str) -> None:
 
 def test_dump_is_complete_and_not_shared() -> None:
     data = recipe_to_dict(get_recipe("mxfp4_rht_sr"))
-    assert data["dgrad"]["hadamard"] == {"block": 64, "signs": "random"}
+    assert data["dgrad"]["hadamard"] == {"block": 64, "signs": "random", "output": "fp32"}
     assert data["dgrad"]["weight"]["scale"]["amax_floor"] == 0.0
     assert data["keep_bf16"]["names"] == []
     data["dgrad"]["hadamard"]["block"] = 32

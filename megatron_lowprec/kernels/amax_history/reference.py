@@ -3,7 +3,9 @@
 import torch
 
 
-def update_history_(newest: torch.Tensor, window: torch.Tensor, in_effect: torch.Tensor, take_max: bool) -> None:
+def update_history_(
+    newest: torch.Tensor, window: torch.Tensor, in_effect: torch.Tensor, take_max: bool, hold: bool = False
+) -> None:
     """Shift ``newest`` into the window, drop the oldest entry, and update ``in_effect``; all in place.
 
     A tensor that was not recorded, whose newest amax is not above 0, keeps its window and its ``in_effect``, as in
@@ -14,8 +16,12 @@ def update_history_(newest: torch.Tensor, window: torch.Tensor, in_effect: torch
         window: fp32 [length, N], newest step first.
         in_effect: fp32 [N]; unchanged where the new value is 0, Inf or NaN.
         take_max: the new value is the window's maximum, else its newest entry.
+        hold: an entry is replaced by 0 if it is not finite, or while the window has another: one of ``length`` counts.
     """
-    _update(newest, window, in_effect, take_max, newest > 0)
+    rolls = newest > 0
+    if hold:
+        newest.masked_fill_((window[:-1] > 0).any(dim=0) | ~newest.isfinite(), 0.0)
+    _update(newest, window, in_effect, take_max or hold, rolls)
 
 
 def always_roll_history_(newest: torch.Tensor, window: torch.Tensor, in_effect: torch.Tensor, take_max: bool) -> None:

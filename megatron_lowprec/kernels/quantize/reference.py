@@ -8,15 +8,23 @@ entries.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from megatron_lowprec.formats import E8M0_NAN, FORMATS, Format
 from megatron_lowprec.kernels.chunks import row_chunks
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
-from megatron_lowprec.scaling import SCALE_RULES
+from megatron_lowprec.kernels.quantize.blocks import block_amax as block_amax
+from megatron_lowprec.kernels.quantize.blocks import scale_blocks as scale_blocks
+from megatron_lowprec.kernels.quantize.coded_scale import PLAIN, CodedOptions, quantize_coded
+from megatron_lowprec.kernels.quantize.coded_scale import TensorScale as TensorScale
+from megatron_lowprec.kernels.quantize.coded_scale import coded_scale as coded_scale
+from megatron_lowprec.kernels.quantize.coded_scale import tensor_scale as tensor_scale
+from megatron_lowprec.kernels.quantize.elements import decode as decode
+from megatron_lowprec.kernels.quantize.elements import encode as encode
+from megatron_lowprec.kernels.quantize.elements import round_to_format as round_to_format
+from megatron_lowprec.kernels.quantize.elements import uniform_from_bits as uniform_from_bits
+from megatron_lowprec.scaling import CODED_SCALE_FORMATS, SCALE_RULES
 
 _EXPONENT_FIELD = 0x7F800000
 _MANTISSA_FIELD = 0x007FFFFF
@@ -28,99 +36,7 @@ Uniform = Callable[[slice], torch.Tensor]
 """Row slice of the operand -> fp32 draws u of stochastic rounding, [rows, K], in [0, 1)."""
 
 
-# ---- elements
-def round_to_format(v: torch.Tensor, fmt: Format, rounding: str, uniform: torch.Tensor | None = None) -> torch.Tensor:
-    """Round to the grid of ``fmt``, saturating at its maximum; NaN stays NaN, Inf saturates, zeros keep their sign.
-
-    ``nearest_even`` and ``half_away`` differ at ties. ``stochastic`` rounds the magnitude up if its fraction f of a
-    step reaches 1 - u, that is floor(f + u); with uniform u the result is unbiased. All steps are exact in fp32, with
-    one exception: a magnitude below the smallest normal is first rounded to 2^-23 of it, so that a kernel can take its
-    fraction from the bits of one sum.
-
-    Args:
-        v: fp32, any shape.
-        uniform: u of the stochastic rounding, fp32 in [0, 1), the shape of ``v``.
-
-    Returns:
-        fp32 values of ``fmt``, the shape of ``v``.
-    """
-    v = v.clamp(-fmt.max if fmt.signed else 0.0, fmt.max)
-    # the step at |v|, 2^(exponent - mantissa_bits), and its reciprocal are built from the exponent field
-    binade = (v.view(torch.int32) & _EXPONENT_FIELD).clamp_(min=(fmt.min_exponent + 127) << 23)
-    step = binade - (fmt.mantissa_bits << 23)
-    magnitude = v.abs()
-    if rounding == "stochastic":
-        smallest = 2.0**fmt.min_exponent
-        magnitude = torch.where(magnitude < smallest, (magnitude + smallest) - smallest, magnitude)
-    steps = magnitude.mul_(((254 << 23) - step).view(torch.float32))
-    if rounding == "nearest_even":
-        rounded = steps.round_()
-    else:
-        rounded = steps.floor()
-        threshold = 0.5 if rounding == "half_away" else 1.0 - _required(uniform)
-        rounded += steps.sub_(rounded) >= threshold
-    return rounded.mul_(step.view(torch.float32)).copysign_(v)
-
-
-def _required(uniform: torch.Tensor | None) -> torch.Tensor:
-    if uniform is None:
-        raise ValueError("stochastic rounding needs its uniform draws")
-    return uniform
-
-
-def uniform_from_bits(bits: torch.Tensor, random_bits: int) -> torch.Tensor:
-    """The top ``random_bits`` of 16-bit draws as u = (r + 1/2) / 2^random_bits, fp32.
-
-    With the offset 1/2, a fraction f is rounded up for round(f 2^random_bits) of the 2^random_bits draws. This is exact
-    for multiples of 2^-random_bits, else off by at most half of that, and unbiased on average over f.
-    """
-    return ((bits >> (16 - random_bits)).to(torch.float32) + 0.5) * 2.0**-random_bits
-
-
-def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Values on the grid of ``fmt`` -> codes in the low bits; NaN gives the format's NaN, else code 0.
-
-    uint8, or int16 for formats of more than 8 bits.
-    """
-    v = values.to(torch.float32)
-    bits = v.view(torch.int32)
-    exponent = ((bits & _EXPONENT_FIELD) >> 23) - 127
-    normal = ((exponent + fmt.bias) << fmt.mantissa_bits) | ((bits & _MANTISSA_FIELD) >> (23 - fmt.mantissa_bits))
-    subnormal = (v.nan_to_num().abs() * 2.0 ** (fmt.mantissa_bits - fmt.min_exponent)).to(torch.int32)
-    magnitude = torch.where(exponent < fmt.min_exponent, subnormal, normal)
-    width = fmt.exponent_bits + fmt.mantissa_bits
-    nan_code = 0 if fmt.specials == "none" else (1 << width) - 1
-    magnitude = torch.where(v.isnan(), nan_code, magnitude)
-    if fmt.specials == "ieee":
-        magnitude = torch.where(v.isinf(), ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits, magnitude)
-    codes = magnitude | (torch.signbit(v).to(torch.int32) << width) if fmt.signed else magnitude
-    return codes.to(torch.uint8 if fmt.bits <= 8 else torch.int16)
-
-
-def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Codes of ``encode`` -> fp32 values, special codes included."""
-    c = codes.to(torch.int32)
-    exponent = (c >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
-    mantissa = c & ((1 << fmt.mantissa_bits) - 1)
-    fraction = mantissa.to(torch.float32) * 2.0**-fmt.mantissa_bits + (exponent > 0)
-    value = torch.ldexp(fraction, exponent.clamp(min=1) - fmt.bias)
-    top = exponent == (1 << fmt.exponent_bits) - 1
-    if fmt.specials == "ieee":
-        value = torch.where(top, torch.where(mantissa == 0, torch.inf, torch.nan), value)
-    elif fmt.specials == "nan":
-        value = torch.where(top & (mantissa == (1 << fmt.mantissa_bits) - 1), torch.nan, value)
-    return torch.where((c >> (fmt.exponent_bits + fmt.mantissa_bits)) > 0, -value, value) if fmt.signed else value
-
-
 # ---- scales
-def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Largest magnitude in each block: fp32 [ceil(R / rows), ceil(K / columns)]; a NaN in the block gives NaN."""
-    rows, columns = block
-    magnitude = pad(x.abs(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
-    down, across = magnitude.shape[0] // rows, magnitude.shape[1] // columns
-    return magnitude.reshape(down, rows, across, columns).amax(dim=(1, 3)).to(torch.float32)
-
-
 def e8m0_scale(amax: torch.Tensor, fmt: Format, rule: str) -> torch.Tensor:
     """E8M0 decode scale of each block from its amax, by an E8M0 rule of ``scaling.SCALE_RULES``.
 
@@ -187,67 +103,6 @@ def fp32_encode_scale(
     return torch.where(amax.isfinite(), scale, torch.nan)
 
 
-class TensorScale(NamedTuple):
-    """fp32 scales of a whole tensor, [1, 1]: ``encode`` multiplies entries, ``decode`` decoded elements.
-
-    Or [R, 1], if each row of an operand is a tensor of its own.
-    """
-
-    encode: torch.Tensor
-    decode: torch.Tensor
-
-
-def tensor_scale(amax: torch.Tensor, target: float, rule: str, margin: int = 0) -> TensorScale:
-    """Scale of a tensor from its amax, by a coded rule of ``scaling.SCALE_RULES``; T = target / 2^margin.
-
-    ``product`` has encode = fl(T / amax) and decode = fl(1 / encode), ``quotient`` decode = fl(amax / T) and encode =
-    fl(1 / decode). amax 0 gives 1. Encode scales end at fp32's maximum; NaN and Inf give NaN.
-
-    Args:
-        amax: fp32 [1, 1] or [R, 1], not negative.
-    """
-    scaled_max = torch.full_like(amax, target * 2.0**-margin)
-    amax = torch.where(amax.isfinite(), amax, torch.nan)
-    known = torch.where(amax == 0, scaled_max, amax)
-    first = known / scaled_max if SCALE_RULES[rule].divides else (scaled_max / known).clamp(max=_FP32_MAX)
-    second = (torch.ones_like(first) / first).clamp(max=_FP32_MAX)
-    return TensorScale(second, first) if SCALE_RULES[rule].divides else TensorScale(first, second)
-
-
-def coded_scale(
-    amax: torch.Tensor,
-    fmt: Format,
-    scale_fmt: Format,
-    rule: str,
-    of_tensor: TensorScale | None,
-    rounding: str = "nearest_even",
-    uniform: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Value and encode scale of each block's coded scale, by a coded rule of ``scaling.SCALE_RULES``.
-
-    The value is A G / M rounded to ``scale_fmt``, saturating. The encode scale is the reciprocal of the value times the
-    tensor's decode scale; a value of 0 has fp32's maximum, so its entries saturate and decode to 0.
-
-    Args:
-        amax: fp32 amax A of each block, any shape.
-        of_tensor: None for no tensor scale.
-        uniform: draws of stochastic rounding, the shape of ``amax``.
-
-    Returns:
-        fp32 values on the grid of ``scale_fmt``, and fp32 encode scales.
-    """
-    one = torch.ones((1, 1), device=amax.device)
-    tensor = TensorScale(one, one) if of_tensor is None else of_tensor
-    largest = torch.full_like(one, fmt.max)
-    if SCALE_RULES[rule].divides:
-        value = round_to_format((amax / largest) / tensor.decode, scale_fmt, rounding, uniform)
-        encode_scale = tensor.encode / value
-    else:
-        value = round_to_format(amax * (tensor.encode * (one / largest)), scale_fmt, rounding, uniform)
-        encode_scale = torch.ones_like(value) / (value * tensor.decode)
-    return value, encode_scale.clamp(max=_FP32_MAX)
-
-
 # ---- operands
 def quantize_operand(
     x: torch.Tensor,
@@ -265,6 +120,8 @@ def quantize_operand(
     uniform: Uniform | None = None,
     scale_rounding: str = "nearest_even",
     scale_uniform: Uniform | None = None,
+    options: CodedOptions = PLAIN,
+    outer_block: tuple[int, int] | None = None,
     dequantize: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Transform, scale and round an operand.
@@ -274,10 +131,12 @@ def quantize_operand(
         block: (rows, columns) that share a scale.
         scale_format, scale_rule, rounding, headroom, amax_floor: as in ``recipe.schema.QuantSpec``.
         encode_scale: fp32, one entry a block, if the scale is known (delayed, or shared by ranks).
-        of_tensor: scale of the tensor above coded block scales; None for no such level.
+        of_tensor: scale of the tensor, or of its outer blocks, above coded block scales; None for no such level.
         signs: [g], applies the Hadamard transform first.
         uniform: draws of stochastic rounding.
         scale_rounding, scale_uniform: of coded scales; a block takes the draw of its first entry.
+        options: other fields of coded scales.
+        outer_block: (rows, columns) under one entry of ``of_tensor``, whole blocks; None for the tensor, or each row.
         dequantize: multiply the elements by their block's scale; exact in bf16's range for a power of two and for the
             coded scales of a ``QuantSpec``.
 
@@ -290,42 +149,47 @@ def quantize_operand(
         torch.empty(0, -(-x.shape[1] // block[1]), dtype=torch.float32 if scale_format == "fp32" else torch.uint8)
     ]
     shared = encode_scale is not None and encode_scale.shape[0] == 1
-    scale_rows = 1 if shared else block[0]
+    scale_rows = 1 if shared else block[0] if outer_block is None else outer_block[0]
     for chunk in row_chunks(x.shape[0], x.shape[1], x.device, multiple_of=scale_rows):
         part = x[chunk].to(torch.float32) if signs is None else hadamard_transform(x[chunk], signs)
-        if encode_scale is not None:
-            rows = slice(chunk.start // scale_rows, -(-chunk.stop // scale_rows))
-            encoder = encode_scale if shared else encode_scale[rows]
-            scale = decoder = torch.ones_like(encoder) / encoder
-        elif scale_format == "e8m0":
-            scale = e8m0_scale(block_amax(part, block), fmt, scale_rule)
-            encoder, decoder = e8m0_encode_scale(scale), e8m0_decode_scale(scale)
-        elif scale_format != "fp32":
-            draws = None if scale_uniform is None else scale_uniform(chunk)[:: block[0], :: block[1]]
-            scale_fmt, amax, tensor = FORMATS[scale_format], block_amax(part, block), of_tensor
-            if tensor is not None and len(tensor.encode) > 1:
-                tensor = TensorScale(tensor.encode[chunk], tensor.decode[chunk])
-            decoder, encoder = coded_scale(amax, fmt, scale_fmt, scale_rule, tensor, scale_rounding, draws)
+        draws = uniform(chunk) if uniform is not None and rounding == "stochastic" else None
+
+        def round_scaled(scaled: torch.Tensor, candidate: int = 0, draws: torch.Tensor | None = draws) -> torch.Tensor:
+            scaled = scaled * headroom if headroom != 1.0 else scaled
+            own = draws[candidate] if draws is not None and draws.dim() > 2 else draws
+            return round_to_format(scaled, fmt, rounding, own)
+
+        if encode_scale is None and scale_format in CODED_SCALE_FORMATS:
+            above = None if of_tensor is None else _above(of_tensor, chunk, block, outer_block, x.shape[1])
+            for_scales = None if scale_uniform is None else scale_uniform(chunk)[:: block[0], :: block[1]]
+            scale_fmt = FORMATS[scale_format]
+            rounded, decoder = quantize_coded(
+                part, fmt, scale_fmt, block, scale_rule, above, options, round_scaled, scale_rounding, for_scales
+            )
             scale = encode(decoder, scale_fmt)
         else:
-            encoder = fp32_encode_scale(block_amax(part, block), fmt, scale_rule, amax_floor)
-            scale = decoder = torch.ones_like(encoder) / encoder
+            if encode_scale is not None:
+                rows = slice(chunk.start // scale_rows, -(-chunk.stop // scale_rows))
+                encoder = encode_scale if shared else encode_scale[rows]
+                scale = decoder = torch.ones_like(encoder) / encoder
+            elif scale_format == "e8m0":
+                scale = e8m0_scale(block_amax(part, block), fmt, scale_rule)
+                encoder, decoder = e8m0_encode_scale(scale), e8m0_decode_scale(scale)
+            else:
+                encoder = fp32_encode_scale(block_amax(part, block), fmt, scale_rule, amax_floor)
+                scale = decoder = torch.ones_like(encoder) / encoder
+            rounded = round_scaled(scale_blocks(part, encoder, block))
         scales.append(scale)
-        scaled = scale_blocks(part, encoder, block)
-        if headroom != 1.0:
-            scaled = scaled * headroom
-        draws = uniform(chunk) if uniform is not None and rounding == "stochastic" else None
-        rounded = round_to_format(scaled, fmt, rounding, draws)
         elements[chunk] = scale_blocks(rounded, decoder, block) if dequantize else rounded
     return elements, scales[-1] if shared or len(scales) == 1 else torch.cat(scales[1:])
 
 
-def scale_blocks(x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """x [R, K] times the scale of each entry's block; a scale dimension of size 1 is broadcast."""
-    rows, columns = x.shape
-    if block[0] == 1 and scale.shape[1] > 1 and columns % block[1] == 0:
-        return (x.reshape(rows, columns // block[1], block[1]) * scale.unsqueeze(-1)).reshape(rows, columns)
-    for dim in (0, 1):
-        if scale.shape[dim] > 1 and block[dim] > 1:
-            scale = scale.repeat_interleave(block[dim], dim).narrow(dim, 0, x.shape[dim])
-    return x * scale
+def _above(
+    of_tensor: TensorScale, rows: slice, block: tuple[int, int], outer: tuple[int, int] | None, columns: int
+) -> TensorScale:
+    """The scales above the blocks of some rows of an operand, for all or for each block."""
+    if outer is None:
+        return TensorScale(*(scale[rows] if len(scale) > 1 else scale for scale in of_tensor))
+    of_rows = TensorScale(*(scale[rows.start // outer[0] : -(-rows.stop // outer[0])] for scale in of_tensor))
+    down, across = -(-(rows.stop - rows.start) // block[0]), -(-columns // block[1])
+    return TensorScale(*(scale[:down, :across] for scale in of_rows.over((outer[0] // block[0], outer[1] // block[1]))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,14 +22,13 @@ from megatron_lowprec.linear.backends.protocol import (
     GemmBackend,
     KnownAmax,
     LayerContext,
-    gemm_operands,
 )
 from megatron_lowprec.linear.layer_tensors import in_memory
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.device_rng_step import device_rng_step
 from megatron_lowprec.quantization.error_stats import error_stats
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
-from megatron_lowprec.quantization.quantizer import delayed_encode_scale, mx_rule, quantize_by_reference
+from megatron_lowprec.quantization.quantizer import mx_rule, quantize_by_reference
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
 from megatron_lowprec.quantization.token_rows import stored_codes
@@ -90,7 +89,7 @@ class EmulatedGemms(GemmBackend):
             history.update_amax(slot, block_amax(matrix, (matrix.shape[0], matrix.shape[1])))
         source = matrix if spec.source == "original" else self._of_fprop(tensor, matrix, rng_step)
         operand, transform = source if rowwise else source.t(), self.transform(name, rng_step)
-        if fuses_mx(operand, spec.block, spec.scale_format, transform.block if transform else 1):
+        if _fuses(operand, spec, transform):
             other = by_column = None
             if rowwise and columnwise:
                 second = SIDES[tensor][1]
@@ -149,8 +148,9 @@ class EmulatedGemms(GemmBackend):
         spec = self.specs[by_row, tensor]
         if spec is None or not isinstance(matrix, torch.Tensor) or matrix.stride(1) != 1:
             return False
-        groups = [one.block if one else 1 for one in (self.transform(g, rng_step) for g in (by_row, by_column))]
-        return groups[0] == groups[1] and fuses_mx(matrix, spec.block, spec.scale_format, groups[0])
+        transforms = [self.transform(gemm, rng_step) for gemm in (by_row, by_column)]
+        groups = [one.block if one else 1 for one in transforms]
+        return groups[0] == groups[1] and all(_fuses(matrix, spec, one) for one in transforms)
 
     def gemm(
         self,
@@ -164,28 +164,21 @@ class EmulatedGemms(GemmBackend):
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As ``GemmBackend``; the bias is added after rounding, as Megatron-core's layers do."""
-        a_data, a_scale, b_data, b_scale = gemm_operands(name, a, b)
+        left, right = _side(a, name == "wgrad"), _side(b, name != "fprop")
         y = gemm(
-            a_data,
-            b_data,
-            a_scale=a_scale,
-            b_scale=b_scale,
-            a_block=(1, 1) if a.spec is None else block_sizes(a.spec, a_data),
-            b_block=(1, 1) if b.spec is None else block_sizes(b.spec, b_data),
-            alpha=self._alpha(name, a, b),
+            left.data,
+            right.data,
+            a_scale=left.scale,
+            b_scale=right.scale,
+            a_block=left.block,
+            b_block=right.block,
+            alpha=math.prod((one.alpha for one in (left, right) if one.alpha is not None), start=self.alpha[name]),
             out_dtype=out_dtype,
             accumulate_into=accumulate_into,
             overwrite=overwrite,
-            product=None if a_scale is None else self.products.get(name),  # an expert without tokens has no scales
+            product=None if left.scale is None else self.products.get(name),  # an expert without tokens has no scales
         )
         return y if bias is None else add_bias_(y, bias)
-
-    def _alpha(self, name: str, a: QuantizedTensor, b: QuantizedTensor) -> float | torch.Tensor:
-        """Factor of the product: headroom divided out, times the tensor scales of both operands."""
-        first = a.columnwise_tensor_scale if name == "wgrad" else a.rowwise_tensor_scale
-        second = b.rowwise_tensor_scale if name == "fprop" else b.columnwise_tensor_scale
-        scales = [scale for scale in (first, second) if scale is not None]
-        return math.prod(scales, start=self.alpha[name])
 
     def error_stats(self, name: str, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
         """As ``GemmBackend``, from codes and scales that are not multiplied."""
@@ -194,7 +187,7 @@ class EmulatedGemms(GemmBackend):
         rounded = matrix if spec.source == "original" else self._of_fprop(tensor, matrix, rng_step)
         columnwise = name == SIDES[tensor][1]
         operand, rounded = (each.t() if columnwise else each for each in (matrix, rounded))
-        if fuses_mx(rounded, spec.block, spec.scale_format, transform.block if transform else 1):
+        if _fuses(rounded, spec, transform):
             source, arguments = self._mx_arguments(name, tensor, rounded, rng_step)
             cast = load("quantize").quantize_mx(source, mx_rule(spec), **arguments, codes=True)
             data, scale = cast[:2] if source is rounded else cast[2:]
@@ -235,18 +228,42 @@ class EmulatedGemms(GemmBackend):
 
     def _arguments(self, name: str, tensor: str, spec: QuantSpec, rng_step: RngStep) -> dict[str, Any]:
         """Arguments of ``quantize_by_reference`` other than matrix, spec and transform."""
-        encode_scale = amax = None
+        amax = None
         if spec.scaling == "delayed":
             history, slot = self._amax.histories[tensor]
             amax = history.in_effect[slot]
-            if spec.tensor_scale is None:
-                encode_scale, amax = delayed_encode_scale(amax, spec), None
         return {
             "random": self.rounding[name, tensor].at(rng_step),
-            "encode_scale": encode_scale,
             "tensor_amax": amax,
             "reduce_amax": self._amax.reduction(name, tensor, spec),
         }
+
+
+def _fuses(operand: torch.Tensor, spec: QuantSpec, transform: Transform | None) -> bool:
+    """Whether the MX kernel quantizes an operand [R, K] behind its transform."""
+    if transform is not None and transform.rounds(operand.dtype):
+        return False
+    return fuses_mx(operand, spec.block, spec.scale_format, transform.block if transform else 1)
+
+
+class _Side(NamedTuple):
+    """Operand of a product: data [R, K], scales of its blocks if not in the data, and the scale of the tensor."""
+
+    data: torch.Tensor
+    scale: torch.Tensor | None
+    block: tuple[int, int]
+    alpha: torch.Tensor | None
+
+
+def _side(operand: QuantizedTensor, columnwise: bool) -> _Side:
+    data, scale = operand.columnwise() if columnwise else operand.rowwise()
+    above = operand.columnwise_tensor_scale if columnwise else operand.rowwise_tensor_scale
+    if operand.spec is None:
+        return _Side(data, scale, (1, 1), above)
+    if (outer := operand.spec.outer_block) is None:
+        return _Side(data, scale, block_sizes(operand.spec, data), above)
+    assert scale is None, "fast accumulation of operands with outer blocks is not emulated"
+    return _Side(data, above, outer, None)
 
 
 def _quantized(

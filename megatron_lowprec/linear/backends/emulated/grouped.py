@@ -63,6 +63,8 @@ class GroupedEmulatedGemms(GroupedBackend):
             return "an operand stays in the compute dtype"
         if transform is not None and transform[0].block < 32:
             return "kernels transform blocks of at least 32"
+        if transform is not None and transform[0].output == "operand":
+            return "kernels keep what they transform in fp32"
         # whole groups along features; along tokens the kernels pad
         group = max(32, self._padding(gemm)) if any(quantized) else 8
         return f"sizes are no multiples of {group}" if any(size % group for size in weight.shape) else None

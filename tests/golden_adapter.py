@@ -36,6 +36,7 @@ from megatron_lowprec.quantization.quantizer import (
 from megatron_lowprec.recipe.registry import FP8_1X128, FP8_128X128, MXFP4, MXFP4_SR, MXFP8
 from megatron_lowprec.recipe.schema import HistorySpec, QuantSpec
 from tests.golden_fp4 import KINDS as FP4_KINDS
+from tests.golden_optim_adapter import OPTIM_KINDS
 from tools.shard_balance import greedy_partition
 
 Inputs = Mapping[str, torch.Tensor]
@@ -228,6 +229,7 @@ _KINDS: dict[str, Callable[..., Results]] = {
     r"wgmma_mmasim": _wgmma,
     r"element_formats": _element_formats,
     **FP4_KINDS,
+    **OPTIM_KINDS,
 }
 
 

@@ -61,6 +61,7 @@ def test_the_folder_holds_all_the_cases() -> None:
         "nvfp4_torchao": 1,
         "nvfp4_train_torchao_": 1,
         "scale_msamp": 1,
+        "optim_fp8_": 2,
         "greedy_partition_msamp": 1,
         "wgmma_mmasim": 1,
     }

@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, Command] = {
     "sweep": Command("sweep", "recipes x models x overrides x seeds, here or under Slurm"),
     "report": Command("report_page", "curves, gaps and verdicts of runs as one HTML page"),
     "lab": Command("lab", "experiments on formats, scales, rounding and accumulators"),
+    "conformance": Command("conformance", "check any quantizer against vectors of codes and scales"),
     "doctor": Command("doctor", "what is installed here, what is missing, what runs natively"),
 }
 

@@ -19,7 +19,7 @@ from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.token_rows import split_rows
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
+from megatron_lowprec.recipe.schema import QuantSpec
 
 _NO_INPUT = InputLayout(torch.Size())
 
@@ -44,7 +44,7 @@ class SavedGroup:
     @staticmethod
     def of(x: torch.Tensor | QuantizedTensor | GroupOperand, weights: Sequence[torch.Tensor]) -> SavedGroup:
         """Saves x for all experts, or its operand of wgrad."""
-        experts = tuple(SavedForBackward(weight, None, None, None, _NO_INPUT) for weight in weights)
+        experts = tuple(SavedForBackward(weight, None, None, None, None, _NO_INPUT) for weight in weights)
         if isinstance(x, QuantizedTensor):
             return SavedGroup(*x.rowwise(), experts, x.spec)
         if isinstance(x, GroupOperand):
@@ -79,9 +79,9 @@ class SavedGroup:
     def with_tensors(self, tensors: Sequence[Any]) -> SavedGroup:
         """The same with other ``tensors``."""
         x, x_scale, *rest = tensors
-        restored, of_all = [], iter(rest)
-        for one, weight, own_x, own_scale, amax in zip(self.experts, of_all, of_all, of_all, of_all, strict=True):
-            restored.append(SavedForBackward(weight, own_x, own_scale, amax, one.layout))
+        each = iter(rest)
+        of_experts = zip(*(each for _ in SavedForBackward._fields[:-1]), strict=True)
+        restored = [SavedForBackward._make((*of, one.layout)) for one, of in zip(self.experts, of_experts, strict=True)]
         return SavedGroup(x, x_scale, tuple(restored), self.dispatched)
 
 
@@ -104,9 +104,26 @@ class GroupedLinearGemms:
         self.experts = tuple(experts)
         self._built: dict[str, GroupedBackend | None] = {}
 
-    def in_one_launch(self, weight: torch.Tensor) -> frozenset[str]:
-        """GEMMs that run for all experts in one launch, with a weight [O, I]; others run one expert after the other."""
-        return frozenset(name for name in GEMM_OPERANDS if self._supported(name, weight) is not None)
+    def why_in_a_loop(self, name: str, weight: torch.Tensor) -> str | None:
+        """Reason why a GEMM with a weight [O, I] runs one expert after the other; None where one launch runs all.
+
+        dgrad and wgrad run in one launch only together.
+        """
+        if not fuses(weight):
+            return "kernels need a GPU and Triton"
+        backends = self.experts[0].backends
+        backends.resolve(weight)
+        together = ("fprop",) if name == "fprop" else SIDES["grad_output"]
+        row, *others = dict.fromkeys(backends.resolved.gemms[gemm].name for gemm in together)
+        if others:
+            return f"dgrad runs on {row}, wgrad on {others[0]}"
+        if row not in self._built:
+            self._built[row] = construct.grouped(row, self.experts)
+        backend = self._built[row]
+        if backend is None:
+            return f"{row} has no kernels for experts"
+        reasons = [backend.why_not(gemm, weight) for gemm in together]
+        return next((f"{row}: {reason}" for reason in reasons if reason is not None), None)
 
     def forward(
         self,
@@ -234,21 +251,10 @@ class GroupedLinearGemms:
         return self._supported(name, weights[0]) if alike and rows.shape[0] > 0 else None
 
     def _supported(self, name: str, weight: torch.Tensor) -> GroupedBackend | None:
-        """The backend whose kernels run a GEMM with a weight [O, I]; dgrad and wgrad only together."""
-        if not fuses(weight):
+        """The backend whose kernels run a GEMM with a weight [O, I]; None for the loop."""
+        if self.why_in_a_loop(name, weight) is not None:
             return None
-        backends = self.experts[0].backends
-        backends.resolve(weight)
-        together = ("fprop",) if name == "fprop" else SIDES["grad_output"]
-        (row, *others) = {backends.resolved.gemms[gemm].name for gemm in together}
-        if others:
-            return None
-        if row not in self._built:
-            self._built[row] = construct.grouped(row, self.experts)
-        backend = self._built[row]
-        if backend is None or any(backend.why_not(gemm, weight) is not None for gemm in together):
-            return None
-        return backend
+        return self._built[self.experts[0].backends.resolved.gemms[name].name]
 
     def _weights(
         self,

@@ -13,7 +13,7 @@ from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.dispatch import packed_cast, packed_decode
 from megatron_lowprec.quantization.tensor import QuantizedTensor
-from megatron_lowprec.recipe.schema import QuantSpec
+from megatron_lowprec.recipe.schema import HadamardSpec, QuantSpec
 
 CastFusion = Literal["source", "amax", None]
 """Fusion of a cast with the producer of x or dy: the cast computes the tensor, or the producer computes its amax."""
@@ -25,6 +25,7 @@ class InputLayout(NamedTuple):
     Attributes:
         shape: of the layer's input.
         spec: of the quantized x; None if x is unquantized.
+        transform: that precedes the columnwise data; None for none.
         rowwise: x holds rowwise codes: of this rank's tokens, which ranks gather in the backward pass, or of an
             expert's, which it got as codes.
     """
@@ -32,6 +33,7 @@ class InputLayout(NamedTuple):
     shape: torch.Size
     spec: QuantSpec | None = None
     rowwise: bool = False
+    transform: HadamardSpec | None = None
 
 
 class SavedForBackward(NamedTuple):
@@ -44,13 +46,15 @@ class SavedForBackward(NamedTuple):
         weight: [O, I].
         x: the layer's input [..., I], columnwise data of the quantized x, [I, T padded], or rowwise codes of this
             rank's tokens; None if the backward pass recomputes x or has no wgrad.
-        x_scale: decode scale of the data; None if x is unquantized.
+        x_scale: decode scale of the data; None if x is unquantized, or block scales are multiplied into the data.
+        x_tensor_scale: decode scale of the tensor above block scales, or None.
         weight_amax: fp32 [1], for ``LinearGemms.dgrad``.
     """
 
     weight: torch.Tensor
     x: torch.Tensor | None
     x_scale: torch.Tensor | None
+    x_tensor_scale: torch.Tensor | None
     weight_amax: torch.Tensor | None
     layout: InputLayout
 
@@ -63,34 +67,43 @@ class SavedForBackward(NamedTuple):
     ) -> SavedForBackward:
         """Saves columnwise data of the quantized x if present, else x if it is in memory."""
         if quantized.columnwise_data is not None:
-            data, scale = quantized.columnwise_data, quantized.columnwise_scale
-            return SavedForBackward(weight, data, scale, weight_amax, InputLayout(x.shape, quantized.spec))
+            layout = InputLayout(x.shape, quantized.spec, transform=quantized.columnwise_transform)
+            scales = quantized.columnwise_scale, quantized.columnwise_tensor_scale
+            return SavedForBackward(weight, quantized.columnwise_data, *scales, weight_amax, layout)
         in_memory = x if isinstance(x, torch.Tensor) else None
-        return SavedForBackward(weight, in_memory, None, weight_amax, InputLayout(x.shape))
+        return SavedForBackward(weight, in_memory, None, None, weight_amax, InputLayout(x.shape))
 
     def with_codes(self, codes: QuantizedTensor) -> SavedForBackward:
-        """Saves the rowwise codes of this rank's tokens in place of x."""
+        """Saves the rowwise codes of this rank's tokens in place of x; codes that move have no tensor scale."""
         layout = InputLayout(self.layout.shape, codes.spec, rowwise=True)
-        return SavedForBackward(self.weight, codes.rowwise_data, codes.rowwise_scale, self.weight_amax, layout)
+        return SavedForBackward(self.weight, codes.rowwise_data, codes.rowwise_scale, None, self.weight_amax, layout)
 
     def without_input(self) -> SavedForBackward:
         """For a layer whose backward pass recomputes x, or whose frozen weight has no wgrad."""
-        return SavedForBackward(self.weight, None, None, self.weight_amax, self.layout)
+        return SavedForBackward(self.weight, None, None, None, self.weight_amax, self.layout)
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All fields but ``layout``, in order."""
-        return self.weight, self.x, self.x_scale, self.weight_amax
+        return self[:-1]
 
     def input(self) -> torch.Tensor | QuantizedTensor:
         """x [T, I] for ``LinearGemms.wgrad``."""
         assert self.x is not None
-        shape, spec, rowwise = self.layout
+        shape, spec, rowwise, transform = self.layout
         if spec is None:
             return self.x.reshape(-1, self.x.shape[-1])
         if rowwise:
             return QuantizedTensor(self.x.shape, self.weight.dtype, spec, self.x, self.x_scale)
-        tokens = torch.Size((shape[:-1].numel(), shape[-1]))
-        return QuantizedTensor(tokens, self.weight.dtype, spec, columnwise_data=self.x, columnwise_scale=self.x_scale)
+        return QuantizedTensor(
+            torch.Size((shape[:-1].numel(), shape[-1])),
+            self.weight.dtype,
+            spec,
+            columnwise_data=self.x,
+            columnwise_scale=self.x_scale,
+            folded=self.x_scale is None,
+            columnwise_tensor_scale=self.x_tensor_scale,
+            columnwise_transform=transform,
+        )
 
 
 class CachedInput(NamedTuple):

@@ -1,10 +1,11 @@
 """Position of Megatron-core's parallel linear layers: device, layer number, name, expert, shard."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -13,6 +14,7 @@ from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.recipe.coverage import LinearSite, why_not_gathered
+from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.schema import LinearRecipe
 
 _EXPERT = re.compile(r"\.local_experts\.(\d+)")
@@ -55,6 +57,24 @@ def linears(layer: TransformerLayer) -> Iterator[tuple[str, int, LowPrecLinearMi
             local = _EXPERT.search(name)
             expert = parallel_state.get_expert_model_parallel_rank() * experts_here + int(local[1]) if local else -1
             yield _EXPERT.sub("", name), expert, module
+
+
+def layers_of_model(layers: Collection[Layer], on_all_stages: bool) -> list[Layer]:
+    """Linear layers of the whole model; none while they are unknown.
+
+    Args:
+        layers: those of this pipeline stage.
+        on_all_stages: gather them; all ranks of a pipeline call it at once. Else they are known where a stage has all.
+    """
+    found = [list(layers)]
+    if on_all_stages and parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        found *= group.size()
+        dist.all_gather_object(found, list(layers), group=group)
+    every = sorted({layer for stage in found for layer in stage})
+    numbers = {layer.number for layer in every}
+    known = on_all_stages or all(numbers >= set(range(1, (layer.num_layers or 0) + 1)) for layer in every[:1])
+    return every if known else []
 
 
 def site_of(module: LowPrecLinearMixin, layer_number: int, name: str) -> LinearSite:

@@ -20,7 +20,7 @@ from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.activation_cache import bind_activations
 from megatron_lowprec.mcore.collectives import reduce_over_holders
-from megatron_lowprec.mcore.layers.grouped_mlp import LowPrecGroupedMLP
+from megatron_lowprec.mcore.layers.grouped_mlp import LowPrecGroupedMLP, grouped_launches
 from megatron_lowprec.mcore.layers.mlp import LowPrecMLP
 from megatron_lowprec.mcore.layers.norm import link_norms
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
@@ -28,6 +28,7 @@ from megatron_lowprec.mcore.placement import (
     BoundLinear,
     device_of_models,
     gathered_tensor,
+    layers_of_model,
     linear_id_of,
     linears,
     site_of,
@@ -178,11 +179,10 @@ class RecipeRuntime:
                 names = self.backends.setdefault(here, [])
                 names += {gemm if usual else f"layers.{layer_number}.{name}.{gemm}"}.difference(names)
 
-    def check_rules(self) -> None:
-        """Reject rules about more layers than there are; globs only once the whole model is bound, on no part of it."""
-        whole = {layer.layer_number for layer in self.transformer_layers} >= set(range(1, self._num_layers + 1))
-        places = [Layer(bound.layer_number, bound.name, self._num_layers) for bound in self._bound.values()]
-        check_rules(self.recipe, places if whole else [], self._num_layers)
+    def check_rules(self, on_all_stages: bool = False) -> None:
+        """Reject rules about more layers than there are, and globs that match no layer of ``layers_of_model``."""
+        layers = [Layer(bound.layer_number, bound.name, self._num_layers) for bound in self._bound.values()]
+        check_rules(self.recipe, layers_of_model(layers, on_all_stages), self._num_layers)
 
     def enter_phase(self, step: int) -> list[str]:
         """Enter the recipe's phase of a step, before the step begins; returns the header lines that it changes.
@@ -336,9 +336,7 @@ class RecipeRuntime:
             lines.append(f"--rerun-in-bf16, on this stage: {', '.join(self.rerun_in_bf16)}")
         lines += numbering_notes(self._bf16_globs, self.rerun_in_bf16)
         if self.grouped:
-            together = frozenset.intersection(*(experts.in_one_launch() for experts in self.grouped))
-            launches = [f"{name} {'in one launch' if name in together else 'in a loop'}" for name in self.recipe.gemms]
-            lines.append(f"--moe-grouped-gemm: experts of a layer run {', '.join(launches)}")
+            lines.append(f"--moe-grouped-gemm: {grouped_launches(self.grouped, self.recipe.gemms)}")
         if self.dispatch is not None:
             lines.append(self.dispatch.header())
         return lines + self.notes
@@ -374,6 +372,7 @@ def bind_recipe(
             _checks.pop(chunk).remove()
         if recipe.quantized:
             _checks[chunk] = chunk.register_forward_pre_hook(runtime.check_forward)
+    runtime.check_rules(on_all_stages=True)
     if recompute_gelu:
         mlps = [module for chunk in model_chunks for module in chunk.modules() if isinstance(module, LowPrecMLP)]
         for mlp in mlps:

@@ -176,6 +176,15 @@ class StepTracker:
             fuse_loss(model)
         self._models.add(model)
 
+    def check_rules(self) -> None:
+        """Reject globs of rules that match no layer of any pipeline stage; all ranks of a pipeline call it at once.
+
+        Raises:
+            UserError: with the nearest path.
+        """
+        assert self._runtime is not None
+        self._runtime.check_rules(on_all_stages=True)
+
     def enter(self, layer: TransformerLayer) -> None:
         """Begin the microbatch, and the step, of the layer's forward pass that follows."""
         if self._runtime is None or not layer.training or in_backward_pass():

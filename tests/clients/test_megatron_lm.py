@@ -13,6 +13,7 @@ from tests.clients.megatron_lm import MegatronLM, NotAvailableError, Run, obtain
 from tests.docs.markdown import fences
 from tests.environment import ROOT
 from tests.launch import fork_ranks
+from tests.weekly import also_weekly
 from tools.bench import megatron_lm as bench
 from tools.bench.shapes import MODELS
 
@@ -88,13 +89,20 @@ def losses(client: MegatronLM, *arguments: str, ranks: int = 1, model: list[str]
     return done.losses
 
 
-@pytest.mark.parametrize(
-    ("arguments", "ranks"),
-    [([], 1), (EXPERTS, 1), (QWEN, 1), (PIPELINE, 2), (OVERLAP, 2), (TENSOR[:2], 2)],
-    ids=["dense", "experts", "llama and norms of queries", "pipeline", "data parallel", "tensor parallel"],
-)
-def test_bf16_is_megatron_lm_bit_for_bit(megatron_lm: MegatronLM, arguments: list[str], ranks: int) -> None:
+MODELS_OF_BF16 = {
+    "dense": ([], 1),
+    "experts": (EXPERTS, 1),
+    "llama and norms of queries": (QWEN, 1),
+    "pipeline": (PIPELINE, 2),
+    "data parallel": (OVERLAP, 2),
+    "tensor parallel": (TENSOR[:2], 2),
+}
+
+
+@pytest.mark.parametrize("name", also_weekly(MODELS_OF_BF16, ["experts", "pipeline", "tensor parallel"]))
+def test_bf16_is_megatron_lm_bit_for_bit(megatron_lm: MegatronLM, name: str) -> None:
     """Parameters and losses; its own attention, which ``--attention-backend unfused`` selects, has other bits."""
+    arguments, ranks = MODELS_OF_BF16[name]
     common = [*MODEL, *STOCK, "--mock-data", *arguments]
     stock = megatron_lm.run(*common, ranks=ranks)
     ours = megatron_lm.run(*common, *spec("bf16"), "--attention-backend", "unfused", ranks=ranks)
@@ -104,7 +112,10 @@ def test_bf16_is_megatron_lm_bit_for_bit(megatron_lm: MegatronLM, arguments: lis
     assert ours.parameters == stock.parameters
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "mxfp8", "mxfp4_rht_sr", "fp8_lm_o3"])
+RECIPES = ["bf16", "fp8_delayed", "mxfp8", "mxfp4_rht_sr", "fp8_lm_o3"]
+
+
+@pytest.mark.parametrize("recipe", also_weekly(RECIPES, ["fp8_delayed", "mxfp4_rht_sr", "fp8_lm_o3"]))
 def test_the_driver_s_losses(megatron_lm: MegatronLM, data: list[str], recipe: str, tmp_path: Path) -> None:
     # unclipped: the driver adds the squares of a gradient norm in another order
     flags = [*data, "--train-iters", "6", "--clip-grad", "0"]
@@ -122,7 +133,7 @@ def test_grouped_experts_have_the_losses_of_sequential_ones(megatron_lm: Megatro
 
 
 def test_layouts_give_one_process_losses(megatron_lm: MegatronLM, data: list[str]) -> None:
-    arguments = [*data, *spec("mxfp8"), "--num-layers", "4", "--global-batch-size", "8"]
+    arguments = [*data, *spec("mxfp8"), "--global-batch-size", "8", "--train-iters", "2"]
     one = losses(megatron_lm, *arguments)
     parallel = losses(megatron_lm, *arguments, *TENSOR, ranks=2)
     # Megatron-core sums the ranks' outputs in bf16: the unquantized losses differ as much.
@@ -169,7 +180,7 @@ def test_the_state_of_a_recipe_resumes(megatron_lm: MegatronLM, tmp_path: Path) 
     assert rest[:2] == whole[2:4]
 
 
-@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+@pytest.mark.parametrize("form", also_weekly(["torch_dist", "torch"], ["torch_dist"]))
 def test_amax_histories_are_in_megatron_lm_s_checkpoints(megatron_lm: MegatronLM, form: str, tmp_path: Path) -> None:
     """A resume under delayed scaling; from and to runs without histories at the default strictness."""
     save = ["--mock-data", "--ckpt-format", form, "--save", str(tmp_path), "--save-interval", "2"]
@@ -244,7 +255,8 @@ def test_the_measured_flags_run(megatron_lm: MegatronLM, tmp_path: Path) -> None
 def test_a_file_and_overrides(megatron_lm: MegatronLM, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("name: mine\nbase: mxfp8\nsummary: MXFP8 of mine\nkeep_bf16: {last_layers: 1}\n")
-    whole = losses(megatron_lm, "--mock-data", *spec("mxfp8"))
-    part = losses(megatron_lm, "--mock-data", *spec("mxfp8 keep_bf16.last_layers=1"))
+    short = ["--mock-data", "--train-iters", "2"]
+    whole = losses(megatron_lm, *short, *spec("mxfp8"))
+    part = losses(megatron_lm, *short, *spec("mxfp8 keep_bf16.last_layers=1"))
     assert part != whole
-    assert losses(megatron_lm, "--mock-data", *spec(str(file))) == part
+    assert losses(megatron_lm, *short, *spec(str(file))) == part

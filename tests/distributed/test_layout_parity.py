@@ -40,6 +40,7 @@ COVER = {
 }
 WEEKLY = {
     "gpt TP2xDP2",
+    "moe_tiny EP2",
     *(f"{model} {layout}" for model in ("moe_tiny", "deepseek_tiny") for layout in ("DP2", "PP2", "TP2+SP")),
 }
 EACH_TIME = [layout for layout in COVER if layout not in WEEKLY]

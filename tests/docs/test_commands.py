@@ -197,6 +197,8 @@ def check_python(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
             return check_torchrun(rest, monkeypatch)
         if program == "megatron_lowprec":
             return check_command(rest, monkeypatch)
+        if program == "megatron_lowprec.conformance":
+            return check_command(["conformance", *rest], monkeypatch)
         if program in ("pytest", "pip"):
             return check_pip(rest, " ".join(words)) if program == "pip" else None
         assert program.startswith(("tools.", "tests.")), f"python -m {program}: no test knows it"
@@ -320,7 +322,7 @@ def known_flags() -> set[str]:
     found = {*_FOREIGN, *megatron_flags()}
     parsers = [arguments.build_parser(), sweep_parser("sweep.py")]
     found |= {option for parser in parsers for action in parser._actions for option in action.option_strings}
-    for file in [*(ROOT / "tools").rglob("*.py"), *(SHIPPED / "commands").glob("*.py")]:
+    for file in [*(ROOT / "tools").rglob("*.py"), *SHIPPED.glob("commands/*.py"), *SHIPPED.glob("conformance/*.py")]:
         found |= set(re.findall(r'add_argument\(\s*"(--[a-z0-9-]+)"', file.read_text(encoding="utf-8")))
     return found
 

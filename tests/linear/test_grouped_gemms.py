@@ -277,3 +277,28 @@ def test_a_gemm_that_is_not_needed_does_not_run(name: str, arch: str, needed: st
     else:
         assert only_dx is None
         assert all(map(torch.equal, only_dw, dw))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "out_features", "reasons"),
+    [
+        ("mxfp8", 256, {}),
+        ("mxfp4", 48, dict.fromkeys(("dgrad", "wgrad"), "emulated: sizes are no multiples of 32")),
+        ("fp8_current", 256, dict.fromkeys(("fprop", "dgrad", "wgrad"), "emulated: kernels quantize MX blocks of 32")),
+        ("mxfp4_rht_sr", 256, {}),
+    ],
+)
+def test_the_reason_for_a_loop(recipe: str, out_features: int, reasons: dict[str, str]) -> None:
+    experts = [LinearGemms(get_recipe(recipe), LinearId(1, "fc1", expert), 1, AmaxHistory) for expert in range(2)]
+    weight, group = torch.zeros(out_features, IN).bfloat16(), GroupedLinearGemms(experts)
+    assert group.why_in_a_loop("fprop", weight) == "kernels need a GPU and Triton"
+    with grouped_ops():
+        found = {name: group.why_in_a_loop(name, weight) for name in ("fprop", "dgrad", "wgrad")}
+    assert {name: reason for name, reason in found.items() if reason is not None} == reasons
+
+
+def test_gemms_of_two_backends_run_in_a_loop() -> None:
+    experts = [LinearGemms(get_recipe("fp8_rowwise_gw_hp"), LinearId(1, "fc1"), 1, AmaxHistory)]
+    with grouped_ops("sm90"):
+        reason = GroupedLinearGemms(experts).why_in_a_loop("wgrad", torch.zeros(OUT, IN).bfloat16())
+    assert reason == "dgrad runs on hopper_fp8, wgrad on emulated"

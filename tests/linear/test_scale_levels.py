@@ -1,14 +1,14 @@
 """Layers whose operands have coded block scales under a tensor scale, on the reference path, and their operands."""
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
 from megatron_lowprec import GemmSpec, HadamardSpec, LowPrecLinear, QuantSpec, Recipe, get_recipe, quantize
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
-from megatron_lowprec.linear.backends.protocol import CastRequest
+from megatron_lowprec.linear.backends.protocol import CastRequest, GemmBackend
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import SIDES, LinearId
 from megatron_lowprec.linear.lowprec_linear import end_step
@@ -52,6 +52,31 @@ def test_products_are_those_of_the_quantized_operands(dtype: torch.dtype, genera
     w, rng_step = layer.weight.detach(), RngStep(0, 0)
     y, dx, dw = step(layer, x, dy)
     assert all(map(torch.equal, (y, dx, dw), oracle(NVFP4, x, w, dy, rng_step)))
+
+
+def test_an_input_saved_as_data_keeps_its_tensor_scale(
+    monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    """A backend that quantizes x for both GEMMs at once: the saved data have the bits of those made for wgrad."""
+    layer, (x, dy) = layer_of(NVFP4), tensors(torch.float32, generator)
+    want = step(layer, x, dy)
+    quantize_once, saved = EmulatedGemms.quantize, list[str]()
+
+    def both(backend: EmulatedGemms, tensor: str, matrix: Any, rng_step: RngStep, request: CastRequest, *_: Any) -> Any:
+        if not (request.rowwise and request.columnwise):
+            return quantize_once(backend, tensor, matrix, rng_step, request)
+        saved.append(tensor)
+        found = quantize_once(backend, tensor, matrix, rng_step, request._replace(columnwise=False))
+        other = quantize_once(backend, tensor, matrix, rng_step, request._replace(rowwise=False))[0]
+        for field in ("data", "scale", "tensor_scale", "transform"):
+            setattr(found[0], f"columnwise_{field}", getattr(other, f"columnwise_{field}"))
+        return found
+
+    monkeypatch.setattr(EmulatedGemms, "one_cast", frozenset({"input"}))
+    monkeypatch.setattr(EmulatedGemms, "fuses_directions", lambda *_: True)
+    monkeypatch.setattr(EmulatedGemms, "quantize", both)
+    assert all(map(torch.equal, step(layer_of(NVFP4), x, dy), want))
+    assert saved == ["input"]
 
 
 def test_a_layer_learns_a_linear_map(generator: torch.Generator) -> None:
@@ -206,6 +231,22 @@ def test_errors_of_operands_under_two_levels(generator: torch.Generator) -> None
     for gemm, tensor, matrix in (("fprop", "weight", w), ("dgrad", "weight", w), ("wgrad", "grad_output", dy)):
         sums = emulated(gemms).error_stats(gemm, tensor, matrix, RngStep(0, 0))
         assert 15.0 < (QuantizationError.of(sums.tolist()).snr or 0.0) < 25.0, (gemm, tensor)
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "mxfp8", "two_levels"])
+def test_an_operand_quantized_again_is_compared_with_the_tensor_itself(name: str, generator: torch.Generator) -> None:
+    """Whether or not its scales are kept: fp32 scales as ``GemmBackend`` compares them, others from codes."""
+    base = NVFP4 if name == NVFP4.name else get_recipe(name)
+    spec, of_fprop = base.dgrad.weight, base.fprop.weight
+    assert spec is not None
+    assert of_fprop is not None
+    backend = emulated(gemms_of(replace(base, dgrad=replace(base.dgrad, weight=replace(spec, source="fprop")))))
+    w, rng_step = torch.randn(OUT, IN, generator=generator), RngStep(0, 0)
+    found = backend.error_stats("dgrad", "weight", w, rng_step)
+    if name == "fp8_current":
+        assert torch.equal(found, GemmBackend.error_stats(backend, "dgrad", "weight", w, rng_step))
+    again = quantize(quantize(w, of_fprop).dequantize().t(), spec).dequantize()
+    assert QuantizationError.of(found.tolist()).mse == pytest.approx((again - w.t()).double().square().mean().item())
 
 
 def test_drawn_scales_are_right_on_average() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -201,6 +204,33 @@ def test_a_rule_that_matches_nothing_is_refused_as_the_model_is_built(rule: str,
     for change in (f"rules=[{rule}, gemms: bf16}}]", f"phases=[{{from_step: 1, rules: [{rule}, gemms: bf16}}]}}]"):
         with pytest.raises(UserError, match=message):
             tracked("mxfp8", change)
+
+
+def test_rules_are_checked_against_the_layers_of_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the first of two stages: a rule for the second passes, one for no stage is named with the nearest path."""
+    from megatron_lowprec.mcore import placement
+    from megatron_lowprec.mcore.runtime import bind_recipe
+    from megatron_lowprec.recipe.layer_match import Layer
+
+    def gather(found: list[Any], mine: list[Layer], group: Any) -> None:
+        found[:] = mine, [layer._replace(number=layer.number + LAYERS) for layer in mine]
+
+    two = {"get_pipeline_model_parallel_world_size": lambda: 2, "get_pipeline_model_parallel_group": MagicMock()}
+    two["get_pipeline_model_parallel_group"].return_value.size.return_value = 2  # type: ignore[attr-defined]
+    monkeypatch.setattr(placement, "parallel_state", MagicMock(wraps=placement.parallel_state, **two))
+    monkeypatch.setattr(placement.dist, "all_gather_object", gather)
+    # where Megatron-LM builds its optimizers
+    training = SimpleNamespace(get_megatron_optimizer=lambda config, chunks: SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "megatron.training.training", training)
+    stage = {"num_layers": 2 * LAYERS, "pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+    for linear, message in (("linear_fc1", None), ("linear_fc3", "layers are named like layers.4.mlp.linear_fc[12]")):
+        change = f"rules=[{{layers: [layers.4.mlp.{linear}], gemms: bf16}}]"
+        model = tracked("mxfp8", change, **stage)
+        with nullcontext() if message is None else pytest.raises(UserError, match=message):
+            training.get_megatron_optimizer(None, [model])
+        with nullcontext() if message is None else pytest.raises(UserError, match=message):
+            bind_recipe([model], load_recipe("mxfp8", [change]), num_layers=2 * LAYERS, seed=SEED)
+    training.get_megatron_optimizer(None, [])  # a stage without layers
 
 
 def test_a_loaded_model_is_evaluated_in_its_phase() -> None:

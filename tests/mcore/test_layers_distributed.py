@@ -7,13 +7,29 @@ import pytest
 from tests.checks import assert_none_failed
 from tests.launch import fork_ranks
 from tests.mcore import worker
+from tests.weekly import checks_of
+
+# the specs of each are among those of the others
+SAME_SPECS = (
+    "fp8_lm",
+    "fp8_lm_o1",
+    "fp8_lm_o2",
+    "mxfp8_ocp",
+    "mxfp8_e5m2_act",
+    "mxfp8_e5m2_weight",
+    "mxfp4",
+    "mxfp4_rht",
+)
+WEEKLY = {f"shards-{name}-True" for name in SAME_SPECS}
+WEEKLY |= {f"recompute-{case}" for case in ("mxfp4_rht-True", "mxfp4_rht-False", "mxfp4_rht_sr-True", "bf16-False")}
+WEEKLY |= {"recompute-fp8_mxfp4_rht_sr-False"}
 
 
 @pytest.mark.slow
-def test_all_checks_on_two_processes(tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    fork_ranks(2, ["-m", "tests.mcore.worker", str(out)])
-    assert_none_failed(out, worker.CHECKS)
+def test_all_checks_on_two_processes(weekly: bool, tmp_path: Path) -> None:
+    names, out = checks_of(worker.CHECKS, WEEKLY, weekly), tmp_path / "results.json"
+    fork_ranks(2, ["-m", "tests.mcore.worker", str(out), *names])
+    assert_none_failed(out, names)
 
 
 def test_the_worker_checks_every_recipe() -> None:

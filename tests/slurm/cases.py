@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from tests.slurm.loopback import Slurm
@@ -187,23 +185,22 @@ def _preempt(job: Job, node: str) -> None:
 
 def array(slurm: Slurm, folder: Path) -> None:
     """A sweep as an array, one of whose tasks is preempted, with grace; and the same sweep without Slurm."""
-    options = {**SWEEP["options"], "train-iters": 80, "eval-iters": 2, "save-interval": 20, "log-interval": 1}
+    options = {**SWEEP["options"], "train-iters": 30, "eval-iters": 2, "save-interval": 10, "log-interval": 1}
     sweep = {**SWEEP, "recipes": ["bf16", "mxfp4_sr"], "options": options, "resources": {"jobs_at_once": 2}}
     (folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
-    program = [sys.executable, str(REPOSITORY / "scripts" / "sweep.py"), "sweep.yaml"]
+    (folder / "hold").touch()
+    program = [sys.executable, str(REPOSITORY / "tests" / "slurm" / "held_sweep.py"), "sweep.yaml"]
     on = [f"--sbatch={option}" for option in ("gpus=0", "partition=grace", "nodelist=n8", "cpus-per-task=2")]
     printed = slurm.call(*program, "--slurm", *on, "--out", "array", cwd=folder, **environment())
     number = printed.split(":")[0].removeprefix("job ")
     tasks = [f"{number}_{index}" for index in range(len(CELLS))]
-    drivers = [_pause(folder / "array", cell) for cell in CELLS]
+    wait(lambda: all(last_iteration(folder / "array" / cell) >= 2 for cell in CELLS), "two iterations of each task")
 
     # It wants two of the node's four cores, so one task has to go.
     more = ("--cpus-per-task=2", "--output=/dev/null", "--wrap=sleep 1")
     slurm.call("sbatch", "--partition=high", "--nodelist=n8", *more, cwd=folder)
-    wait(lambda: any(_is_told(driver) for driver in drivers), "a signal")
-    for driver in drivers:
-        driver.resume()
     wait(lambda: any(slurm.job(task)["Restarts"] != "0" for task in tasks), "a requeue")
+    (folder / "hold").unlink()
     wait(lambda: all(slurm.job(task)["JobState"] in _ENDED for task in tasks), "the end of the array")
     (folder / "job.json").write_text(json.dumps([slurm.job(task) for task in tasks]))
     local = subprocess.run(
@@ -219,23 +216,6 @@ def array(slurm: Slurm, folder: Path) -> None:
     (folder / "array.txt").write_text(
         slurm.call(*program, "--status", "--out", "array", cwd=folder, **environment()),
     )
-
-
-def _pause(out: Path, cell: str) -> psutil.Process:
-    """The driver of a sweep's cell, stopped after its first iteration."""
-    wait(lambda: last_iteration(out / cell) >= 1, f"an iteration of {cell}")
-    numbers = json.loads((out / "locks" / cell).read_text())["processes"]
-    processes = [psutil.Process(int(number)) for number in numbers]
-    (driver,) = [one for one in processes if any(word == "megatron_lowprec.training.driver" for word in one.cmdline())]
-    driver.suspend()
-    return driver
-
-
-def _is_told(driver: psutil.Process) -> bool:
-    """Whether a stopped process was sent SIGTERM, which it does not see yet, or SIGCONT before."""
-    status = Path(f"/proc/{driver.pid}/status").read_text()
-    waiting = int(status.split("ShdPnd:")[1].split()[0], 16)
-    return driver.status() != psutil.STATUS_STOPPED or bool(waiting >> (signal.SIGTERM - 1) & 1)
 
 
 CASES: dict[str, Callable[[Slurm, Path], None]] = {

@@ -38,7 +38,7 @@ from tests.training.conftest import Drive
 from tests.training.helpers import argv, rows
 from tests.training.rerun_recorder import RerunRecorder, rerun_on_a_cpu
 from tests.training.test_deterministic import as_before  # noqa: F401 - for the runs in deterministic mode here
-from tests.weekly import also_weekly
+from tests.weekly import also_weekly, checks_of
 
 GRAPHS: dict[str, Any] = {"cuda_graph_impl": "local"}
 EAGER: dict[str, Any] = {"cuda_graph_impl": "none"}
@@ -236,12 +236,10 @@ CASES: dict[str, dict[str, Any]] = {
 EACH_TIME = [
     "bf16",
     "fp8_delayed",
-    "overlapped",
     "stochastic, three microbatches",
     "fp32, megatron-core's attention",
     "stock linears",
     "stored gradients",
-    "stored gradients, two microbatches",
 ]
 
 # gathers run under the layers; for the norm of all weights they would end before the next step
@@ -260,6 +258,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "recipe": "fp8_delayed",
     },
 }
+
+
+LAYOUTS_WEEKLY = {"data parallel", "data parallel, overlapped", "tensor parallel"}  # parts of the others
 
 
 def first_difference(folder: Path, other: Path) -> str:
@@ -461,8 +462,9 @@ def test_a_difference_of_two_runs_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_recordings_on_two_processes_have_the_bits_of_plain_runs(tmp_path: Path) -> None:
-    cases = {name: SMALL | {"recipe": "fp8_current"} | options for name, options in LAYOUTS.items()}
+def test_recordings_on_two_processes_have_the_bits_of_plain_runs(weekly: bool, tmp_path: Path) -> None:
+    layouts = checks_of(LAYOUTS, LAYOUTS_WEEKLY, weekly)
+    cases = {name: SMALL | {"recipe": "fp8_current"} | LAYOUTS[name] for name in layouts}
     check_replays(tmp_path, "tests/training/rerun_recorder.py", cases, hide_gpus=True)
 
 

@@ -171,6 +171,7 @@ class GemmBackend(ABC):
     def error_stats(self, name: str, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
         """``operand_stats`` of a tensor [M, N] in a GEMM, by one more quantization; changes no history and no draw.
 
+        The error is that of the tensor itself, also where fprop's operand is quantized again (``source: fprop``).
         All ranks that share the operand's scale must call it. The tensor is not empty, and the recipe quantizes it.
         """
         columnwise = name == SIDES[tensor][1]

@@ -1,6 +1,6 @@
 """Megatron-core's experts with all experts of a layer in one call per GEMM."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -166,14 +166,14 @@ class LowPrecGroupedMLP(LowPrecSequentialMLP):
         )
         super().__init__(num_local_experts, config, submodules, **options)
 
-    def in_one_launch(self) -> frozenset[str]:
-        """GEMMs that run for all experts in one launch, in both linear layers."""
-        layers = [[getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")]
-        found = [
-            GroupedLinearGemms([linear.bound_gemms for linear in linears]).in_one_launch(linears[0].weight)
-            for linears in layers
-        ]
-        return found[0] & found[1]
+    def why_in_a_loop(self, gemm: str) -> str | None:
+        """Reason why a GEMM of one of the linear layers runs one expert after the other; None where none does."""
+        for name in ("linear_fc1", "linear_fc2"):
+            linears = [getattr(expert, name) for expert in self.local_experts]
+            group = GroupedLinearGemms([linear.bound_gemms for linear in linears])
+            if (reason := group.why_in_a_loop(gemm, linears[0].weight)) is not None:
+                return reason
+        return None
 
     def forward(
         self,
@@ -201,3 +201,13 @@ def _with_linears(expert: MLP, fc1: GroupedLinear, fc2: GroupedLinear) -> MLP:
     whole = copy(expert)
     whole._modules = {**expert._modules, "linear_fc1": fc1, "linear_fc2": fc2}
     return whole
+
+
+def grouped_launches(layers: Sequence[LowPrecGroupedMLP], gemms: Iterable[str]) -> str:
+    """Header line: which GEMMs run for all experts in one launch in all these layers, which in a loop, and why."""
+    runs: dict[str, list[str]] = {}
+    for gemm in gemms:
+        reasons = (layer.why_in_a_loop(gemm) for layer in layers)
+        reason = next((reason for reason in reasons if reason is not None), None)
+        runs.setdefault("in one launch" if reason is None else f"in a loop ({reason})", []).append(gemm)
+    return "experts of a layer run " + "; ".join(f"{', '.join(names)} {how}" for how, names in runs.items())

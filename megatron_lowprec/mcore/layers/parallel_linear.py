@@ -146,14 +146,16 @@ class _ParallelLinearFunction(torch.autograd.Function):
         )
         if cached is not None or not saves_input:
             saved = saved.without_input()
-        ctx.save_for_backward(*saved.tensors(), *(() if cached is None else cached.tensors))
-        ctx.layout = saved.layout
+        of_cached = () if cached is None else cached.tensors
+        ctx.save_for_backward(*saved.tensors(), *of_cached)
+        ctx.layout, ctx.cached = saved.layout, len(of_cached)
         return y
 
     @staticmethod
     def backward(ctx, dy_TO):  # type: ignore[no-untyped-def]
-        weight, x, x_scale, weight_amax, *cached = ctx.saved_tensors
-        saved = SavedForBackward(weight, x, x_scale, weight_amax, ctx.layout)
+        tensors = ctx.saved_tensors
+        own = len(tensors) - ctx.cached
+        saved, cached = SavedForBackward(*tensors[:own], layout=ctx.layout), tensors[own:]
         linear_gemms: LinearGemms = ctx.layer.bound_gemms
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         gemms = backward_gemms(needs_x, needs_w)

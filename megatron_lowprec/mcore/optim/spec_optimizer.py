@@ -16,6 +16,7 @@ from megatron_lowprec.mcore.optim.fused_adamw import supports_fused_adamw
 from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once, fuse_adamw, optimizer_step
 from megatron_lowprec.mcore.optim.recipe_optimizer import build_optimizer
 from megatron_lowprec.mcore.patches import bind
+from megatron_lowprec.mcore.placement import layers_of_model
 from megatron_lowprec.mcore.step_tracker import StepTracker
 
 
@@ -31,6 +32,10 @@ def build_optimizers_of_megatron_lm() -> None:
         config: OptimizerConfig, model_chunks: list[DistributedDataParallel], **options: Any
     ) -> MegatronOptimizer:
         tracker = _tracker_of(model_chunks)
+        if tracker is None:
+            layers_of_model((), on_all_stages=True)  # a stage without layers, while the others gather theirs
+        else:
+            tracker.check_rules()
         if tracker is not None and tracker.recipe.changes_training:
             return _of_recipe(tracker, config, model_chunks, partial(build, **options))
         optimizer: MegatronOptimizer = build(config, model_chunks, **options)

@@ -46,7 +46,7 @@ def tensors(shape: LinearShape, tokens: int, device: torch.device, generator: to
 
 def unquantized(x: torch.Tensor, weight: torch.Tensor) -> SavedForBackward:
     """x and the weight themselves, saved for backward."""
-    return SavedForBackward(weight, x, None, None, InputLayout(x.shape))
+    return SavedForBackward(weight, x, None, None, None, InputLayout(x.shape))
 
 
 class RecipeGemms:
@@ -123,8 +123,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, x, x_scale, weight_amax = ctx.saved_tensors
-        saved = SavedForBackward(weight, x, x_scale, weight_amax, ctx.layout)
+        saved = SavedForBackward._make((*ctx.saved_tensors, ctx.layout))
         # A dummy weight gradient, which Megatron's data parallelism expects.
         return ctx.gemms.backward(dy, saved, ctx.main_grad), torch.empty_like(saved.weight), None, None
 

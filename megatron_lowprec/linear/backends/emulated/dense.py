@@ -186,21 +186,21 @@ class EmulatedGemms(GemmBackend):
         """As ``GemmBackend``, from codes and scales that are not multiplied."""
         spec, transform = self.specs[name, tensor], self.transform(name, rng_step)
         assert spec is not None
-        if spec.source == "fprop":
-            matrix = self._of_fprop(tensor, matrix, rng_step)
-        operand = matrix.t() if name == SIDES[tensor][1] else matrix
+        rounded = matrix if spec.source == "original" else self._of_fprop(tensor, matrix, rng_step)
+        columnwise = name == SIDES[tensor][1]
+        operand, rounded = (each.t() if columnwise else each for each in (matrix, rounded))
         rule = mx_rule(spec) if spec.scale_format == "e8m0" else None  # statistics take codes with E8M0 scales
-        if fuses_mx(operand, rule, _transform_block(transform), codes=True):
-            source, arguments = self._mx_arguments(name, tensor, operand, rng_step)
+        if fuses_mx(rounded, rule, _transform_block(transform), codes=True):
+            source, arguments = self._mx_arguments(name, tensor, rounded, rng_step)
             cast = load("quantize").quantize_mx(source, rule, **arguments, codes=True)
-            data, scale, _ = cast.direction(source is operand)
+            data, scale, _ = cast.direction(source is rounded)
             signs = None if transform is None else transform.scaled_signs(matrix.device).sign()
             return error_stats(operand, QuantizedTensor(operand.shape, operand.dtype, spec, data, scale), signs=signs)
-        if transform is not None:
-            operand = transform.apply(operand)
-        group = None if transform is None else transform.block
-        made = quantize_by_reference(operand, spec, **self._arguments(name, tensor, spec, rng_step), group=group)
-        return error_stats(operand, _quantized(operand, spec, True, made.data, None, *made[1:]))
+        made = quantize_by_reference(
+            rounded, spec, transform=transform, **self._arguments(name, tensor, spec, rng_step)
+        )
+        signs = None if transform is None else transform.signs(matrix.device)
+        return error_stats(operand, _quantized(operand, spec, True, made.data, None, *made[1:]), signs=signs)
 
     def transform(self, name: str, rng_step: RngStep) -> Transform | None:
         """The GEMM's Hadamard transform at an RNG step."""

@@ -79,7 +79,8 @@ def quantize(
     last = x.movedim(axis, -1)
     matrix = last.reshape(-1, last.shape[-1])
     if isinstance(random, torch.Tensor):
-        random = random.movedim(axis, -1).reshape(*random.shape[: random.dim() - x.dim()], *matrix.shape)
+        of_x = axis if axis < 0 else axis - x.dim()  # two candidates' draws have a dimension more
+        random = random.movedim(of_x, -1).reshape(*random.shape[: random.dim() - x.dim()], *matrix.shape)
     stream = RandomStream((0, 0)) if random is None and not spec.random else random
     if isinstance(stream, RandomStream) and fuses_mx(matrix, mx_rule(spec), codes=True):
         with torch.cuda.device_of(matrix):  # Triton starts kernels on the current device

@@ -133,3 +133,21 @@ def test_four_over_six_has_the_lower_error_of_both_in_each_block(
     # the scale at four is rounded from 1.5 times the number at six: one fp32 rounding from A / 4
     assert torch.allclose(best, torch.minimum(six, four), rtol=1e-5)
     assert 0.02 < float((best < six).float().mean()) < 0.98
+
+
+def test_candidates_take_their_own_of_two_draws_along_any_axis(generator: torch.Generator) -> None:
+    x, draws = torch.randn(32, 48, generator=generator), torch.rand(2, 32, 48, generator=generator)
+    row = replace(NVFP4, scale=ScaleSpec("1x16", "e4m3", "base"), tensor_scale=TensorScaleSpec(1536.0))
+    spec = drawn(row, four_over_six="mse")
+    q = quantize(x, spec, random=draws)
+    turned = quantize(x.t().contiguous(), spec, axis=0, random=draws.transpose(1, 2).contiguous())
+    assert torch.equal(turned.dequantize(), q.dequantize().t())
+    first, second = (
+        quantize(x, drawn(row, block_target=largest), random=own).elements
+        for largest, own in ((6.0, draws[0]), (4.0, draws[1]))
+    )
+    blocks = [each.unflatten(1, (-1, 16)) for each in (q.elements, first, second)]
+    of_first, of_second = ((blocks[0] == other).all(2) for other in blocks[1:])
+    assert (of_first | of_second).all()
+    assert (of_first & ~of_second).any()
+    assert (of_second & ~of_first).any()

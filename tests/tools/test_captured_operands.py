@@ -121,7 +121,11 @@ def test_fields_that_differ() -> None:
     assert {(row["first"], row["second"]) for row in table.rows} == {("round_up", "floor")}
     rows = {row["field"]: row for row in recipe_diff.field_table(get_recipe("bf16"), get_recipe("mxfp4_rht_sr")).rows}
     assert rows.keys() == {f"{each}" for each in operands if "fprop" not in each} | {"dgrad.hadamard", "wgrad.hadamard"}
-    assert rows["dgrad.hadamard"] == {"field": "dgrad.hadamard", "first": "none", "second": "block 64, signs random"}
+    assert rows["dgrad.hadamard"] == {
+        "field": "dgrad.hadamard",
+        "first": "none",
+        "second": "block 64, signs random, output fp32",
+    }
     assert rows["wgrad.input"]["second"].startswith("E2M1, granularity 1x32, e8m0 scale floor, stochastic")
 
 

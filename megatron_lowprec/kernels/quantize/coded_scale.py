@@ -65,8 +65,8 @@ class TensorScale(NamedTuple):
 
     def over(self, blocks: tuple[int, int]) -> "TensorScale":
         """Scales of blocks from those of outer blocks of (rows, columns) of them; possibly more than there are."""
-        ones = [torch.ones(n * one.shape[0], m * one.shape[1], device=one.device) for one in self for n, m in [blocks]]
-        return TensorScale(*(scale_blocks(one, scale, blocks) for one, scale in zip(ones, self, strict=True)))
+        rows, columns = blocks
+        return TensorScale(*(scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1) for scale in self))
 
 
 def tensor_scale(

@@ -206,7 +206,7 @@ def quantize_mx(
     if rule.block_rows > 1 and rows is not None:
         return _square(x, rule, rows, columns, rng_step=rng_step, spans=spans)
     transforms = rows is not None and rows.signs is not None
-    if transforms and columns is not None and rule.rounding == "stochastic" and not codes:
+    if transforms and columns is not None and (rule.rounding == "stochastic" or rule.options.group) and not codes:
         # bound by arithmetic: two kernels with one group in registers each beat one kernel that reads less
         along_rows = quantize_mx(x, rule, rows=rows, rng_step=rng_step, spans=spans)
         along_columns = quantize_mx(x, rule, columns=columns, rng_step=rng_step, spans=spans)

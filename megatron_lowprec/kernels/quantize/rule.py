@@ -104,6 +104,7 @@ class MxConstants(NamedTuple):
         EDEN: whether each group of the transform has a correction.
         TARGET: amax of the scaled tensor, for a tensor scale; 0 for none.
         LANES_FIRST: whether sums over square blocks add the P entries of a row of [GROUP, P] first.
+        WHOLE: whether the tensor's decode scale is multiplied into dequantized values.
     """
 
     PACKED: bool
@@ -138,6 +139,7 @@ class MxConstants(NamedTuple):
     EDEN: bool = False
     TARGET: float = 0.0
     LANES_FIRST: bool = False
+    WHOLE: bool = False
 
     def tuning_name(self) -> str:
         """The constants in the key of a cached tiling."""
@@ -184,13 +186,14 @@ class MxRule:
         converts: bool,
         plain: int = 0,
         lanes_first: bool = False,
+        whole: bool = False,
     ) -> MxConstants:
         """Constants of the kernel that writes these outputs.
 
         Args:
             transform: block of the transform, a multiple of ``block``; 0 for none.
             converts: ``converts_fp8`` of the device.
-            plain: directions without the transform, as ``MxConstants.PLAIN``.
+            plain, lanes_first, whole: as in ``MxConstants``.
         """
         fmt, scale = self.fmt, self.scale_fmt
         coded: dict[str, Any] = {} if scale is None else self._constants_of_scales(scale)
@@ -217,6 +220,7 @@ class MxRule:
             ROUNDS_TRANSFORM=self.rounds_transform and transform > 0,
             TARGET=self.target or 0.0,
             LANES_FIRST=lanes_first,
+            WHOLE=whole,
             **coded,
         )
 

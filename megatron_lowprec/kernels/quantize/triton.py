@@ -188,6 +188,8 @@ def quantize_mx(
     rng_step: torch.Tensor,
     spans: tuple[ShardSlice, ShardSlice] = (WHOLE, WHOLE),
     codes: bool = False,
+    whole: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> MxCast:
     """Rowwise data in blocks, columnwise data or both of a matrix, from one read.
 
@@ -202,20 +204,23 @@ def quantize_mx(
         spans: location of the rows and the columns of x in the unsharded matrix.
         codes: write codes and scale bytes, the layout of native GEMMs; else dequantized values, headroom included, but
             without the tensor's scale.
+        whole: multiply values by the tensor's scale too, which is rounded with the block's scale to fp32.
+        out_dtype: of dequantized values; None for that of x.
     """
+    others: dict[str, Any] = {"rng_step": rng_step, "spans": spans, "whole": whole, "out_dtype": out_dtype}
     if rule.block_rows > 1 and rows is not None:
-        return _square(x, rule, rows, columns, rng_step=rng_step, spans=spans)
+        return _square(x, rule, rows, columns, **others)
     transforms = rows is not None and rows.signs is not None
-    if transforms and columns is not None and rule.rounding == "stochastic" and not codes:
+    if transforms and columns is not None and (rule.rounding == "stochastic" or rule.options.group) and not codes:
         # bound by arithmetic: two kernels with one group in registers each beat one kernel that reads less
-        along_rows = quantize_mx(x, rule, rows=rows, rng_step=rng_step, spans=spans)
-        along_columns = quantize_mx(x, rule, columns=columns, rng_step=rng_step, spans=spans)
+        along_rows = quantize_mx(x, rule, rows=rows, **others)
+        along_columns = quantize_mx(x, rule, columns=columns, **others)
         of_columns = along_columns.columnwise_data, along_columns.columnwise_tensor_scale
         return along_rows._replace(columnwise_data=of_columns[0], columnwise_tensor_scale=of_columns[1])
-    kernel = _mx_kernel_for(x, rule, rows, columns, codes)
-    cast, arguments = kernel.arguments(x, rows, columns, rng_step, spans)
+    kernel, dtype = _mx_kernel_for(x, rule, rows, columns, codes, whole), out_dtype or x.dtype
+    cast, arguments = kernel.arguments(x, dtype, rows, columns, rng_step, spans)
     (M, N), stride, device = x.shape, x.stride(0), x.device
-    specialized_on = (x.dtype, x.data_ptr() % 16 == 0, N % 16 == 0, stride % 16 == 0, N == 1, stride == 1)
+    specialized_on = (x.dtype, dtype, x.data_ptr() % 16 == 0, N % 16 == 0, stride % 16 == 0, N == 1, stride == 1)
     if codes:  # a pitch is a multiple of 8 or more under blocks of 16
         specialized_on += tuple(pitch % 16 == 0 for pitch in arguments[_PITCHES])
 
@@ -241,7 +246,7 @@ def _square(x: torch.Tensor, rule: MxRule, rows: Direction, columns: Direction |
 
 
 def _mx_kernel_for(
-    x: torch.Tensor, rule: MxRule, rows: Direction | None, columns: Direction | None, codes: bool
+    x: torch.Tensor, rule: MxRule, rows: Direction | None, columns: Direction | None, codes: bool, whole: bool
 ) -> "_MxKernel":
     of_rows, of_columns = (rows or _NOTHING).signs, (columns or _NOTHING).signs
     signs = of_columns if of_rows is None else of_rows
@@ -249,7 +254,8 @@ def _mx_kernel_for(
     block = 0 if signs is None else signs.numel()
     plain = (rows is not None and of_rows is None) + 2 * (columns is not None and of_columns is None) if block else 0
     lanes_first = columns is not None and columns.lanes_first
-    key = (block, rows is not None, columns is not None, packed, codes, converts_fp8(x.device), plain, lanes_first)
+    ways, converts = (rows is not None, columns is not None), converts_fp8(x.device)
+    key = (block, *ways, packed, codes, converts, plain, lanes_first, whole)
     found = rule.kernels.get(key)
     if found is None:
         found = rule.kernels[key] = _MxKernel(rule, *key)
@@ -257,23 +263,13 @@ def _mx_kernel_for(
 
 
 class _MxKernel:
-    """The kernel for one rule, transform block (0 for none), set of directions and output, with tuned tiling."""
+    """The kernel for one rule and arguments of ``MxRule.constants``, with tuned tiling."""
 
-    def __init__(
-        self,
-        rule: MxRule,
-        block: int,
-        rows: bool,
-        columns: bool,
-        packed: bool,
-        codes: bool,
-        converts: bool,
-        plain: int,
-        lanes_first: bool,
-    ) -> None:
-        constants = rule.constants(block, rows, columns, packed, codes, converts, plain, lanes_first)
+    def __init__(self, rule: MxRule, *key: Any) -> None:
+        constants = rule.constants(*key)
+        rows, columns, codes = constants.ALONG_ROWS, constants.ALONG_COLUMNS, constants.CODE_BITS > 0
         self._block, self._group, self._scales_tensor = rule.block, constants.GROUP, rule.target is not None
-        self._pads = codes or (constants.HADAMARD and not plain & 2)  # a transform makes a group dense
+        self._pads = codes or (constants.HADAMARD and not constants.PLAIN & 2)  # a transform makes a group dense
         self._codes_a_byte = 0 if not codes else 2 if rule.fmt.bits == 4 else 1
         self._code_dtype = torch.uint8 if rule.fmt.bits <= 8 else torch.int16
         self._unit = 1 << max(0, 23 - constants.MANTISSA - constants.RANDOM_BITS)
@@ -294,6 +290,7 @@ class _MxKernel:
     def arguments(
         self,
         x: torch.Tensor,
+        dtype: torch.dtype,
         rows: Direction | None,
         columns: Direction | None,
         rng_step: torch.Tensor,
@@ -313,9 +310,9 @@ class _MxKernel:
             pitches = (N // share, padded_M // share)
         else:
             if rows is not None:
-                row_data = torch.empty((M, N), dtype=x.dtype, device=device)
+                row_data = torch.empty((M, N), dtype=dtype, device=device)
             if columns is not None:
-                written = torch.empty((padded_M, N), dtype=x.dtype, device=device)
+                written = torch.empty((padded_M, N), dtype=dtype, device=device)
                 column_data = written.t()
             pitches = (0, 0)
         decode = torch.empty((2, 1, 1), dtype=torch.float32, device=device) if self._scales_tensor else None

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.philox.triton import draw_bits, philox, place
-from megatron_lowprec.kernels.quantize.triton_coded import amax_of_blocks, quantize_coded
+from megatron_lowprec.kernels.quantize.triton_coded import amax_of_blocks, quantize_coded, tensor_scale
 from megatron_lowprec.kernels.quantize.triton_ops import (
     NOT_FLOOR,
     STOCHASTIC,
@@ -79,6 +79,9 @@ def quantize_groups(
         byte = decode
         if MX.CODE_BITS > 0:
             byte = element_codes(decode, MX.SCALE_MANTISSA, MX.SCALE_MIN_EXPONENT, 8, MX.SCALE_NAN_CODE, is_nan)
+        if MX.WHOLE:
+            _, above, _ = tensor_scale(amax_ptr, MX)
+            decode = decode * above
     else:
         if MX.NATIVE and MX.MANTISSA == 3:
             elements = v.to(tl.float8e4nv)

@@ -97,9 +97,9 @@ class EmulatedGemms(GemmBackend):
         rule = mx_rule(spec, _transform_spec(transform, by_column))
         if fuses_mx(operand, rule, _transform_block(transform, by_column), codes):
             read, arguments = self._mx_arguments(name, tensor, operand, rng_step, other)
-            cast = load("quantize").quantize_mx(read, rule, **arguments, codes=codes)
+            cast = load("quantize").quantize_mx(read, rule, **arguments, codes=codes, out_dtype=matrix.dtype)
             data, scale, of_tensor = cast.direction(read is operand)
-            data = stored_codes(data, spec, matrix.dtype) if codes else data.to(matrix.dtype)
+            data = stored_codes(data, spec, matrix.dtype) if codes else data
             quantized = _quantized(matrix, spec, rowwise, data, transform, scale, of_tensor)
             if other is not None:
                 quantized.columnwise_data, _, quantized.columnwise_tensor_scale = cast.direction(False)
@@ -120,6 +120,13 @@ class EmulatedGemms(GemmBackend):
         """fp32 values of fprop's operand. Beside a tensor scale they are dequantized from codes: one rounding less."""
         spec = self.specs["fprop", tensor]
         assert spec is not None
+        rule = mx_rule(spec)
+        fuses = rule is not None and rule.target is not None and fuses_mx(matrix, rule)
+        if fuses and spec.headroom == 1.0 and self.transform("fprop", rng_step) is None:
+            read, arguments = self._mx_arguments("fprop", tensor, matrix, rng_step)
+            cast = load("quantize").quantize_mx(read, rule, **arguments, whole=True, out_dtype=torch.float32)
+            values: torch.Tensor = cast.direction(read is matrix)[0]
+            return values
         request = CastRequest(True, False, update_amax=False, codes=spec.tensor_scale is not None)
         return self.quantize(tensor, matrix, rng_step, request)[0].dequantize()
 

@@ -330,10 +330,10 @@ def indivisible(
             if quant is not None and quant.random:
                 draws = f"{operand} rounded stochastically, {VALUES_PER_DRAW} values a draw"
                 wants[contracted, VALUES_PER_DRAW] = draws
-            if quant is not None and quant.block is not None:
-                for dimension, multiple in zip((_other(gemm_name, operand), contracted), quant.block, strict=True):
+            for rows, columns in () if quant is None else filter(None, (quant.block, quant.outer_block)):
+                for dimension, multiple in ((_other(gemm_name, operand), rows), (contracted, columns)):
                     if not partial_blocks or quant.scale_format == "e8m0" or dimension == sharded:
-                        wants[dimension, multiple] = f"{operand} block {quant.granularity}"
+                        wants[dimension, multiple] = f"{operand} block {rows}x{columns}"
         for (dimension, multiple), why in wants.items():
             if dimension != "tokens" and sizes[dimension] % multiple:
                 a_rank = f" on each of {tensor_parallel} tensor-parallel ranks" if tensor_parallel > 1 else ""

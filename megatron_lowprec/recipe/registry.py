@@ -90,16 +90,16 @@ MXFP8_E5M2 = replace(MXFP8, format="e5m2")
 MXFP8_OCP = QuantSpec("e4m3", granularity="1x32", scale_format="e8m0", scale_rule="floor")
 MXFP4 = QuantSpec("e2m1", granularity="1x32", scale_format="e8m0", scale_rule="floor")
 MXFP4_SR = replace(MXFP4, rounding="stochastic", headroom=0.75)
-MXFP8_32X32 = replace(MXFP8, granularity="32x32")
+MXFP8_32X32 = replace(MXFP8, scale=replace(MXFP8.scale, granularity="32x32"))
 NVFP4 = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(448.0 * 6.0))
-NVFP4_16X16 = replace(NVFP4, granularity="16x16")
+NVFP4_16X16 = replace(NVFP4, scale=replace(NVFP4.scale, granularity="16x16"))
 NVFP4_SR = replace(NVFP4, rounding="stochastic", random_bits=8)  # the bits of Blackwell's cvt.rs
 NVFP4_HADAMARD = HadamardSpec(16, signs="nvfp4", output="operand")
 # the larger of both scales, 3/2 of 256, is below E4M3's 448
 NVFP4_4OVER6 = QuantSpec(
     "e2m1", scale=ScaleSpec("1x16", "e4m3", "base", four_over_six="mse"), tensor_scale=TensorScaleSpec(256.0 * 6.0)
 )
-NVFP4_4OVER6_16X16 = replace(NVFP4_4OVER6, granularity="16x16")
+NVFP4_4OVER6_16X16 = replace(NVFP4_4OVER6, scale=replace(NVFP4_4OVER6.scale, granularity="16x16"))
 NVFP4_4OVER6_SR = replace(NVFP4_4OVER6, rounding="stochastic", random_bits=8)
 QUARTET2 = QuantSpec(
     "e2m1",

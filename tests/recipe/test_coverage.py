@@ -182,6 +182,9 @@ def test_refusal_of_all_layers_advises_no_recipe_that_quantizes_nothing() -> Non
         check_sizes(get_recipe("mxfp8"), sites, 2, 1)
 
 
+V2_SCALES = "configs/recipes/tetrajet_v2_scales_only.yaml"
+
+
 @pytest.mark.parametrize(
     ("name", "inputs", "outputs", "split", "tensor_parallel", "told"),
     [
@@ -196,6 +199,14 @@ def test_refusal_of_all_layers_advises_no_recipe_that_quantizes_nothing() -> Non
         ("fp8_blockwise", 200, 384, "column", 3, None),
         ("fp8_blockwise", 128, 384, "column", 2, "128x128, but 192 output features on each of 2 .* multiple of 128"),
         ("fp8_blockwise", 384, 192, "row", 2, "128x128, but 192 input features on each of 2 .* multiple of 128"),
+        ("nvfp4_all", 72, 88, "column", 1, None),  # partial blocks at the ends
+        ("nvfp4_all", 96, 96, "column", 3, None),
+        ("nvfp4_all", 96, 96, "column", 4, "16x16, but 24 output features on each of 4 .* multiple of 16"),
+        ("nvfp4_all", 96, 96, "row", 4, "block 16x16, but 24 input features on each of 4 .* multiple of 16"),
+        ("quartet2", 96, 192, "column", 1, "dgrad of .* hadamard block 128, but 192 output features"),
+        ("quartet2", 96, 256, "row", 2, None),
+        (V2_SCALES, 384, 256, "row", 1, None),
+        (V2_SCALES, 384, 256, "row", 2, "block 1x128, but 192 input features on each of 2 .* multiple of 128"),
         ("fp8_current", 33, 7, "column", 1, None),
         ("fp8_rowwise", 33, 7, "column", 1, None),
         ("bf16", 33, 7, "column", 1, None),
@@ -203,10 +214,11 @@ def test_refusal_of_all_layers_advises_no_recipe_that_quantizes_nothing() -> Non
 )
 def test_sizes(name: str, inputs: int, outputs: int, split: str, tensor_parallel: int, told: str | None) -> None:
     site = LinearSite(1, "mlp.linear_fc1", inputs, outputs, split)  # type: ignore[arg-type]
+    recipe = load_recipe(name)
     if told is None:
-        check_sizes(get_recipe(name), [site], 2, tensor_parallel)
+        check_sizes(recipe, [site], 2, tensor_parallel)
     else:
-        assert re.search(told, refusal(name, site, tensor_parallel))
+        assert re.search(told, refusal(name, site, tensor_parallel, recipe))
 
 
 def test_tensor_parallel_size_that_does_not_divide() -> None:

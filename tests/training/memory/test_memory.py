@@ -348,7 +348,15 @@ def test_gradients_in_bf16_are_copied_for_the_update() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "copies"),
-    [("bf16", 0), ("mxfp8", 2), ("mxfp4", 1), ("mxfp4_rht_sr", 0), ("fp8_mxfp4_rht_sr", 1)],
+    [
+        ("bf16", 0),
+        ("mxfp8", 2),
+        ("mxfp4", 1),
+        ("mxfp4_rht_sr", 0),
+        ("fp8_mxfp4_rht_sr", 1),
+        ("nvfp4_all", 2),
+        ("quartet2", 1),
+    ],
 )
 def test_quantized_weights_are_kept_for_several_microbatches(recipe: str, copies: int) -> None:
     linears = 2 * 12 * 128**2  # two layers

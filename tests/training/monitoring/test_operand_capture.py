@@ -60,12 +60,12 @@ def sampled_outputs(capture: Capture) -> dict[str, tuple[torch.Tensor, torch.Ten
     }
 
 
-@pytest.mark.parametrize(("recipe", "quantized"), [("fp8_delayed", 6), ("fp8_blockwise", 6), ("mxfp4_rht_sr", 4)])
+@pytest.mark.parametrize(("recipe", "quantized"), [("fp8_delayed", 6), ("nvfp4_all", 6), ("mxfp4_rht_sr", 4)])
 def test_telemetry_follows_from_the_files_and_losses_stay(drive: Drive, recipe: str, quantized: int) -> None:
     common = COMMON | {"recipe": recipe}
     drive(argv(save="plain", **common))
     flags: dict[str, Any] = {"capture_step": 3, "capture_layers": ["layers.2.mlp.*", "*_qkv"]}
-    flags |= {"log_quantization_interval": 3, "log_quantization_also": "mxfp8,fp8_rowwise"}
+    flags |= {"log_quantization_interval": 3, "log_quantization_also": "nvfp4_all,fp8_rowwise"}
     drive(argv(save="captured", **common, **flags))
     assert losses(Path("captured")) == losses(Path("plain"))
     files = sorted(Path("captured/captures/iteration_3").iterdir())
@@ -81,7 +81,7 @@ def test_telemetry_follows_from_the_files_and_losses_stay(drive: Drive, recipe: 
     for capture in map(read_capture, files):
         assert capture.x.dtype == capture.w.dtype == capture.dy.dtype == torch.bfloat16
         assert capture.x.shape[0] == capture.dy.shape[0] == 2 * 32
-        for name in ("", "mxfp8", "fp8_rowwise"):
+        for name in ("", "nvfp4_all", "fp8_rowwise"):
             gemms = replace(capture, recipe=get_recipe(name) if name else capture.recipe).linear_gemms()
             for gemm, operand in DIMS:
                 if getattr(gemms.recipe.gemms[gemm], operand) is None:

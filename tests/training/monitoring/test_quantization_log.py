@@ -41,7 +41,7 @@ def quantized(recipe: str) -> list[tuple[str, str]]:
     return [(gemm, operand) for gemm, operand in DIMS if getattr(getattr(found, gemm), operand) is not None]
 
 
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_blockwise", "mxfp4_rht_sr"])
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4_all", "mxfp4_rht_sr"])
 def test_rows_of_every_operand_and_the_same_run(drive: Drive, capsys: pytest.CaptureFixture[str], recipe: str) -> None:
     sizes = {"hidden_size": 128, "recipe": recipe}
     drive(argv(save="plain", **COMMON, **sizes))

@@ -29,6 +29,7 @@ EXPERIMENTS = {
     "scale-rounding": "scale_rounding",
     "clipping": "clipping",
     "gemm-variance": "gemm_variance",
+    "unbiasedness": "unbiasedness",
     "dot-snr": "dot_snr",
     "simfloat": "simfloat_study",
     "accumulator": "accumulator",

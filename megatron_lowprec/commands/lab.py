@@ -36,9 +36,9 @@ EXPERIMENTS = {
 }
 # The same for experiments with arguments: not in "all".
 ON_ARGUMENTS = {
-    "operand-error": "operand_error",
-    "recipe-diff": "recipe_diff",
-    "captured-products": "captured_products",
+    "operand-error": "captured.operand_error",
+    "recipe-diff": "captured.recipe_diff",
+    "captured-products": "captured.captured_products",
 }
 
 

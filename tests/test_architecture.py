@@ -71,7 +71,18 @@ MAY_IMPORT = {
     # reads only torch-free modules of training
     "sweep": {"errors", "files", "recipe", "shipped", "text_tables", "training"},
     "lab": {
-        *("errors", "files", "formats", "kernels", "linear", "quantization", "recipe", "report", "scaling"),
+        *(
+            "conformance",
+            "errors",
+            "files",
+            "formats",
+            "kernels",
+            "linear",
+            "quantization",
+            "recipe",
+            "report",
+            "scaling",
+        ),
         *("text_tables", "training"),
     },
     "conformance": {"errors", "formats", "kernels", "quantization", "recipe", "scaling", "shipped"},

@@ -29,15 +29,16 @@ EXPERIMENTS = {
     "scale-rounding": "scale_rounding",
     "clipping": "clipping",
     "gemm-variance": "gemm_variance",
+    "unbiasedness": "unbiasedness",
     "dot-snr": "dot_snr",
     "simfloat": "simfloat_study",
     "accumulator": "accumulator",
 }
 # The same for experiments with arguments: not in "all".
 ON_ARGUMENTS = {
-    "operand-error": "operand_error",
-    "recipe-diff": "recipe_diff",
-    "captured-products": "captured_products",
+    "operand-error": "captured.operand_error",
+    "recipe-diff": "captured.recipe_diff",
+    "captured-products": "captured.captured_products",
 }
 
 

@@ -6,7 +6,7 @@ Vectors are rows: [N, K] holds N vectors of length K, and the n-th product is th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from megatron_lowprec.lab.experiment import Lab
 from megatron_lowprec.quantization.quantizer import quantize_by_reference
 from megatron_lowprec.quantization.tensor import decode_scales
 from megatron_lowprec.quantization.transform import Transform
-from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec, TensorScaleSpec
+from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 _FP32_MAX = torch.finfo(torch.float32).max
@@ -48,11 +48,6 @@ class Scheme:
     hadamard: HadamardSpec | None = None
 
 
-NVFP4_SPEC = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
-NVFP4 = Scheme(NVFP4_SPEC)
-NVFP4_SR = Scheme(replace(NVFP4_SPEC, rounding="stochastic"))
-
-
 class ScaledVectors(NamedTuple):
     """Vectors as elements times a scale.
 
@@ -70,18 +65,26 @@ class ScaledVectors(NamedTuple):
         return (blocks * self.scale.unsqueeze(-1)).reshape(self.elements.shape)
 
 
+def transformed(lab: Lab, scheme: Scheme, x: torch.Tensor) -> torch.Tensor:
+    """``x`` [N, K] behind the scheme's Hadamard transform, which keeps products: what ``quantized_vectors`` rounds."""
+    return x if scheme.hadamard is None else Transform(scheme.hadamard, lab.stream("")).apply(x)
+
+
 def quantized_vectors(lab: Lab, scheme: Scheme, x: torch.Tensor, operand: str) -> ScaledVectors:
-    """``x`` [N, K] by a scheme; ``operand`` names the stream of stochastic rounding, which operands must not share."""
+    """``x`` [N, K] by a scheme; ``operand`` names the stream of stochastic rounding, which operands must not share.
+
+    A tensor scale is that of each vector, but where blocks span several: then it is that of all.
+    """
     if scheme.spec is None:
         return ScaledVectors(x, torch.ones(1, 1, device=x.device))
     given = None if scheme.encode_scale is None else torch.full((1, 1), scheme.encode_scale, device=x.device)
-    transform = None if scheme.hadamard is None else Transform(scheme.hadamard, lab.stream(""))
-    of_vectors = None
-    if scheme.spec.tensor_scale is not None and scheme.spec.outer_block is None:
-        assert transform is None, "the scales would be those of the untransformed entries"
+    x, group = transformed(lab, scheme, x), None if scheme.hadamard is None else scheme.hadamard.block
+    of_vectors, rows = None, 1 if scheme.spec.block is None else scheme.spec.block[0]
+    if scheme.spec.tensor_scale is not None and scheme.spec.outer_block is None and rows == 1:
         of_vectors = block_amax(x, (1, x.shape[1]))
-    made = quantize_by_reference(x, scheme.spec, lab.stream(operand), transform, given, tensor_amax=of_vectors)
-    scale = decode_scales(scheme.spec, made.scale, made.tensor_scale)
+    random = lab.stream(operand)
+    made = quantize_by_reference(x, scheme.spec, random, None, given, tensor_amax=of_vectors, group=group)
+    scale = decode_scales(scheme.spec, made.scale, made.tensor_scale).repeat_interleave(rows, 0)[: len(x)]
     return ScaledVectors(made.data, scale / scheme.spec.headroom)
 
 

@@ -13,8 +13,6 @@ import torch
 
 from megatron_lowprec.kernels.gemm.fp8_accumulator import Fp8Accumulator
 from megatron_lowprec.lab.dot_products import (
-    NVFP4,
-    NVFP4_SR,
     Accumulator,
     Scheme,
     correlated_vectors,
@@ -26,6 +24,7 @@ from megatron_lowprec.lab.dot_products import (
     snr_row,
 )
 from megatron_lowprec.lab.experiment import Lab, Result, Table, pivot
+from megatron_lowprec.lab.fp4_schemes import FP4_SCHEMES
 from megatron_lowprec.lab.lab_figures import Panel, histograms, line_panels
 from megatron_lowprec.recipe.registry import FP8_CURRENT, MXFP4, MXFP4_SR, MXFP8, MXFP8_OCP
 from megatron_lowprec.recipe.schema import HadamardSpec, QuantSpec
@@ -51,8 +50,7 @@ SCHEMES = {
     "MXFP4, RHT": Scheme(MXFP4, hadamard=HadamardSpec()),
     "MXFP4, SR": Scheme(MXFP4_SR),
     "MXFP4, RHT and SR": Scheme(MXFP4_SR, hadamard=HadamardSpec()),
-    "NVFP4": NVFP4,
-    "NVFP4, SR": NVFP4_SR,
+    **FP4_SCHEMES,
 }
 ACCUMULATORS: dict[str, dict[str, Accumulator | Fp8Accumulator]] = {
     TENSOR: {

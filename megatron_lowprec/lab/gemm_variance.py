@@ -19,6 +19,7 @@ import torch
 
 from megatron_lowprec.lab.dot_products import Scheme, dot, quantized_pair
 from megatron_lowprec.lab.experiment import Lab, Result, Table
+from megatron_lowprec.lab.fp4_schemes import FP4_SCHEMES
 from megatron_lowprec.lab.lab_figures import Panel, line_panels
 from megatron_lowprec.recipe.registry import MXFP4_SR
 from megatron_lowprec.recipe.schema import HadamardSpec
@@ -89,6 +90,7 @@ def run(lab: Lab) -> Result:
     tables = [
         Table("longest", f"length {longest}", columns, [row for row in rows if row["length"] == longest]),
         Table("lengths", "all lengths", columns, rows),
+        scheme_table(lab, pairs, longest),
     ]
     return Result("Variance of MXFP4 products", notes, tables, {"": line_panels(panels)})
 
@@ -108,10 +110,9 @@ def mismatched(lab: Lab, count: int, length: int) -> tuple[torch.Tensor, torch.T
 
 
 def product_draws(
-    lab: Lab, a: torch.Tensor, b: torch.Tensor, hadamard: HadamardSpec | None, signs: int, roundings: int
+    lab: Lab, a: torch.Tensor, b: torch.Tensor, scheme: Scheme, signs: int, roundings: int
 ) -> torch.Tensor:
     """float64 [signs * roundings, N] draws of the products of a and b [N, K]."""
-    scheme = Scheme(MXFP4_SR, hadamard=hadamard)
     draws = []
     for draw in range(signs):
         products = dot(*quantized_pair(lab.at(draw), scheme, a.repeat(roundings, 1), b.repeat(roundings, 1)))
@@ -137,27 +138,51 @@ def _largest(x: torch.Tensor, hadamard: HadamardSpec | None) -> torch.Tensor:
     return norms.amax(1) * math.sqrt(2.0 * math.log(2.0 * x.shape[1] / FAILURE) / hadamard.block)
 
 
-def _rows(lab: Lab, a: torch.Tensor, b: torch.Tensor, case: dict[str, Any]) -> list[dict[str, Any]]:
+def scheme_table(lab: Lab, pairs: int, length: int) -> Table:
+    """FP4 formats of recipes: mean squared error of products, which is the variance where rounding is unbiased."""
+    rows = []
+    for outliers in (OUTLIERS[0], OUTLIERS[-1]):
+        a, b = (with_outliers(lab, name, pairs, length, outliers) for name in "ab")
+        for name, scheme in {"MXFP4, SR": Scheme(MXFP4_SR), **FP4_SCHEMES}.items():
+            rows.append({"outliers": outliers, "name": name, **_errors(lab, a, b, scheme)})
+    columns = (
+        Column("outliers", "share of\noutliers", "g"),
+        Column("name", "format"),
+        Column("variance", "mean squared\nerror", ".4g"),
+        Column("error", "standard error\nover pairs", ".2g"),
+        Column("snr", "SNR\ndB", ".2f"),
+    )
+    return Table("schemes", f"formats of recipes, length {length}", columns, rows)
+
+
+def _errors(lab: Lab, a: torch.Tensor, b: torch.Tensor, scheme: Scheme) -> dict[str, float]:
+    """Mean square of the products' errors over pairs and draws, its standard error, SNR, and z of the mean error."""
     signal = (a.double() * b.double()).sum(1)
+    errors = product_draws(lab, a, b, scheme, SIGN_DRAWS, ROUNDING_DRAWS) - signal
+    of_pairs = errors.square().mean(0)
+    return {
+        "variance": float(of_pairs.mean()),
+        "error": float(of_pairs.std() / math.sqrt(len(a))),
+        "snr": 10.0 * math.log10(float(signal.square().mean() / of_pairs.mean())),
+        "bias": float(errors.mean() / (errors.std() / math.sqrt(errors.numel()))),
+    }
+
+
+def _rows(lab: Lab, a: torch.Tensor, b: torch.Tensor, case: dict[str, Any]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     first = 0.0
     for name, hadamard in TRANSFORMS.items():
         if hadamard is not None and a.shape[1] % hadamard.block:
             continue
-        errors = product_draws(lab, a, b, hadamard, SIGN_DRAWS, ROUNDING_DRAWS) - signal
-        of_pairs = errors.square().mean(0)
-        variance = float(of_pairs.mean())
-        first = first or variance
+        found = _errors(lab, a, b, Scheme(MXFP4_SR, hadamard=hadamard))
+        first = first or found["variance"]
         rows.append(
             {
                 **case,
                 "length": a.shape[1],
                 "transform": name,
-                "variance": variance,
-                "error": float(of_pairs.std() / math.sqrt(len(a))),
-                "over": variance / first,
-                "snr": 10.0 * math.log10(float(signal.square().mean()) / variance),
-                "bias": float(errors.mean() / (errors.std() / math.sqrt(errors.numel()))),
+                **found,
+                "over": found["variance"] / first,
                 "bound": float(bound(a, b, hadamard).mean()),
                 "before": None,
             }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 
-from megatron_lowprec.formats import ELEMENT_FORMATS, Format
+from megatron_lowprec.formats import ELEMENT_FORMATS, FORMATS, Format
 from megatron_lowprec.kernels.quantize.reference import decode, round_to_format
-from megatron_lowprec.lab.dot_products import NVFP4, NVFP4_SR, Scheme, energy_snr, quantized_vectors
+from megatron_lowprec.lab.dot_products import Scheme, energy_snr, quantized_vectors, transformed
 from megatron_lowprec.lab.experiment import Lab, Result, Table
+from megatron_lowprec.lab.fp4_schemes import FP4_SCHEMES
 from megatron_lowprec.lab.lab_figures import Panel, line_panels
 from megatron_lowprec.recipe.quant_spec import QuantSpec
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
@@ -27,17 +29,31 @@ PUBLISHED = {
     "e1m2": (1.75, 1.0, 0.25),
     "e5m6": (65024.0, 2.0**-14, 2.0**-20),  # FP16 without its last four bits
 }
+
+
+def _bits_an_entry(scheme: Scheme) -> float:
+    """Of the element, and its share of the scales of its block and outer block."""
+    spec = scheme.spec
+    assert spec is not None
+    assert spec.block is not None
+    of_scale = {"fp32": 32, "e8m0": 8}.get(spec.scale_format) or FORMATS[spec.scale_format].bits
+    outer = 0.0 if spec.outer_block is None else 32 / math.prod(spec.outer_block)
+    return FORMATS[spec.format].bits + of_scale / math.prod(spec.block) + outer
+
+
 # Bits of an entry with its share of the scales; SNR in dB and slope <q, x> / <x, x> of standard normal numbers by an
 # independent float64 simulation, before this.
 BLOCK_FORMATS: dict[str, tuple[Scheme, float, float | None, float | None]] = {
     "MXFP8 E4M3, round_up": (Scheme(MXFP8), 8.25, 31.53, None),
     "MXFP6 E2M3, round_up": (Scheme(replace(MXFP8, format="e2m3")), 6.25, None, None),
     "MXFP6 E3M2, round_up": (Scheme(replace(MXFP8, format="e3m2")), 6.25, None, None),
-    "NVFP4": (NVFP4, 4.5, None, None),
-    "NVFP4, SR": (NVFP4_SR, 4.5, None, 0.993),
     "MXFP4, floor": (Scheme(MXFP4), 4.25, 18.79, 0.9804),
     "MXFP4, round_up": (Scheme(QuantSpec("e2m1", "1x32", "e8m0", "round_up")), 4.25, 18.76, None),
     "MXFP4, SR": (Scheme(MXFP4_SR), 4.25, 15.50, 0.99997),
+    **{
+        name: (scheme, _bits_an_entry(scheme), None, 0.993 if name == "NVFP4, SR" else None)
+        for name, scheme in FP4_SCHEMES.items()
+    },
 }
 
 
@@ -78,7 +94,8 @@ def block_table(lab: Lab, vectors: int) -> Table:
     x = lab.normal("blocks", vectors, LENGTH).float()
     rows = []
     for name, (scheme, bits, snr_before, slope_before) in BLOCK_FORMATS.items():
-        signal, q = x.double(), quantized_vectors(lab, scheme, x, "input").values().double()
+        signal = transformed(lab, scheme, x).double()
+        q = quantized_vectors(lab, scheme, x, "input").values().double()
         slope = float((q * signal).sum() / signal.square().sum())
         measured = {
             "snr": energy_snr(signal, q),

@@ -54,7 +54,7 @@ TOLERANCES: tuple[tuple[str, str, Tolerance], ...] = (
     ("fp8block_deepgemm", "sf", ("ulp", 1)),  # fl(amax / M) there, fl(1 / fl(M / amax)) here
     ("fp8_te_delayed", "scale_", ("ulp", 1)),  # the peer multiplies by a reciprocal
     ("optim_fp8_torchao", "scale", ("rtol", 1e-6)),  # as DeepGEMM's, of moments updated in another order of operations
-    ("optim_fp8_coat", "scale", ("rtol", 1e-5)),  # 1 - beta2 is the fp32 number there: 2e-6 off at .99
+    ("optim_fp8_coat", "scale", ("rtol", 1e-5)),  # 1 - beta2 is that of fp32 there, 1e-6 off at .99
     ("optim_fp8_", "p", ("norm", 2e-5)),  # likewise; weights in bf16 are one step apart in places
     ("nvfp4_linear_te", "", ("norm", 1e-6)),  # any order of summation
     ("nvfp4_mseden", "dequant", ("rtol", 1e-6)),  # any order of summation in the rotation

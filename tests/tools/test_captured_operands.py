@@ -13,7 +13,8 @@ import torch
 from megatron_lowprec import get_recipe
 from megatron_lowprec.commands import lab as numerics
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.lab import captured_products, experiment, operand_error, recipe_diff
+from megatron_lowprec.lab import experiment
+from megatron_lowprec.lab.captured import captured_products, operand_error, recipe_diff
 from megatron_lowprec.linear.backends import resolved
 from megatron_lowprec.linear.capture_file import Capture, write_capture
 from megatron_lowprec.linear.linear_gemms import LinearGemms

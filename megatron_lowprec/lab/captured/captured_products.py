@@ -12,8 +12,8 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
 from megatron_lowprec.kernels.gemm.reference import gemm as reference_gemm
 from megatron_lowprec.lab.accumulator import FAST, FULL, HOPPER_CAPABILITY
+from megatron_lowprec.lab.captured.operand_error import captures, matrix_of, prepared, product
 from megatron_lowprec.lab.experiment import Lab, Result, Table
-from megatron_lowprec.lab.operand_error import captures, matrix_of, prepared, product
 from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.capture_file import Capture
 from megatron_lowprec.linear.linear_id import SIDES

@@ -8,8 +8,8 @@ from functools import reduce
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.lab.captured.operand_error import captures, error_result, error_rows
 from megatron_lowprec.lab.experiment import Lab, Result, Table
-from megatron_lowprec.lab.operand_error import captures, error_result, error_rows
 from megatron_lowprec.recipe.explain import describe_operand
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.recipe.recipe import Recipe

@@ -1,0 +1,1 @@
+"""Experiments on operands that a run has captured (--capture-step)."""

@@ -330,7 +330,6 @@ def linear_differences() -> list[str]:
     for recipe, launches in (
         (get_recipe("mxfp4_rht_sr"), 5),  # a call for both directions of dy makes one for each
         (quartet2_recipe(), 9),  # twice for the operands of fprop that dgrad and wgrad take
-        (get_recipe("mxfp8"), 5),
         (nvfp4_recipe(), 5),  # one for the weight, along columns, serves both GEMMs and is made by another
     ):
 

@@ -316,7 +316,7 @@ class RecipeRuntime:
         specs = [spec for _, spec in self.recipe.specs()]
         operands = [quant for gemm in specs for quant in (gemm.input, gemm.weight, gemm.grad_output) if quant]
         if any(has_mx_kernel(self.device.type, mx_rule(quant)) for quant in operands):
-            lines.append("MX operands by fused kernels: the first step compiles and tunes them, once a machine")
+            lines.append("operands in blocks by fused kernels: the first step compiles and tunes them, once a machine")
         elif any(backend.multiplies_codes for backend in self.backends):
             lines.append("FP8 operands by fused casts: the first step compiles and tunes them, once a machine")
         by = "fused kernels" if self.device.type == "cuda" and have_triton() else "torch and Megatron-core"

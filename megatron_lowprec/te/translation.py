@@ -211,6 +211,9 @@ def _operand_fault(place: str, quant: QuantSpec) -> str | None:
 
 def _nvfp4_operand_fault(place: str, quant: QuantSpec) -> str | None:
     """The first field that differs: blocks of 16x16 are the weight's, and stochastic rounding is the gradient's."""
+    if (chosen := quant.scale.four_over_six) is not None:
+        where = "only outside of its pre-training recipe: without Hadamard transform and stochastic rounding"
+        return f"{place}.scale.four_over_six is {chosen}, which its NVFP4 quantizers have {where}"
     tensor = place.partition(".")[2]
     drawn = tensor == "grad_output" and quant.rounding == "stochastic"
     square = tensor == "weight" and quant.granularity == "16x16"

@@ -9,6 +9,7 @@ seeds has data and draws of its own for each; z is its distance from the unbiase
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,12 +31,18 @@ Operand = tuple[QuantSpec, HadamardSpec | None]
 
 def operands() -> dict[str, Operand]:
     """Quantizers with draws: those of recipes, by the first operand that has each, and the laboratory's others."""
-    found = {users[0]: operand for operand, users in recipe_operands().items()}
-    of_recipes = set(found.values())
-    for name, scheme in FP4_SCHEMES.items():
-        if scheme.spec is not None and (scheme.spec, scheme.hadamard) not in of_recipes:
-            found[name] = scheme.spec, scheme.hadamard
-    return {name: operand for name, operand in found.items() if operand[0].random}
+    named = {users[0]: operand for operand, users in recipe_operands().items()}
+    named |= {name: (scheme.spec, scheme.hadamard) for name, scheme in FP4_SCHEMES.items() if scheme.spec is not None}
+    # one factor for each block of 16: what groups of several blocks cost
+    named["MS-EDEN, groups of 16"] = named["MS-EDEN"][0], HadamardSpec(16)
+    first: dict[Operand, str] = {}
+    for name, (spec, hadamard) in named.items():
+        if spec.random:
+            # of one tensor, whose amax is its own
+            first.setdefault(
+                (replace(spec, scaling="current", history=1, history_rule="max", margin=0), hadamard), name
+            )
+    return {name: operand for operand, name in first.items()}
 
 
 def run(lab: Lab) -> Result:

@@ -40,7 +40,7 @@ from megatron_lowprec.lab.dot_products import (
 from megatron_lowprec.lab.experiment import Lab, pivot
 from megatron_lowprec.lab.fp4_schemes import FP4_SCHEMES
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
-from megatron_lowprec.recipe.schema import HadamardSpec
+from megatron_lowprec.recipe.schema import HadamardSpec, QuantSpec
 
 LAB = Lab(torch.device("cpu"), seed=1234)
 ONE = torch.ones(1, 1)
@@ -310,11 +310,20 @@ def test_a_missing_gpu_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 # ---- FP4 of recipes
+def operand_of(name: str) -> tuple[QuantSpec, HadamardSpec | None]:
+    """A format of the laboratory, or the first operand of a recipe that has it."""
+    scheme = FP4_SCHEMES.get(name)
+    if scheme is None:
+        return unbiasedness.operands()[name]
+    assert scheme.spec is not None
+    return scheme.spec, scheme.hadamard
+
+
 @pytest.mark.parametrize(
     "name", ["mxfp4_sr.dgrad.grad_output", "mxfp4_rht_sr.dgrad.grad_output", "UFP4, SR", "TetraJet, SR"]
 )
 def test_quantizers_without_saturation_are_unbiased(name: str) -> None:
-    found = unbiasedness.measure(LAB, *unbiasedness.operands()[name], seeds=8, draws=8)
+    found = unbiasedness.measure(LAB, *operand_of(name), seeds=8, draws=8)
     # of 8 seeds: Student's t of 7 degrees of freedom exceeds 5.4 in 1 of 1000 cases
     assert abs(found["z"]) < 5.4
     assert abs(found["shared_z"]) < 5.4
@@ -324,7 +333,7 @@ def test_quantizers_without_saturation_are_unbiased(name: str) -> None:
     ("name", "slope"), [("NVFP4, SR", 0.9968), ("four over six, SR", 0.9966), ("UE5M3, SR", 0.9968)]
 )
 def test_a_scale_that_is_rounded_down_saturates_and_biases(name: str, slope: float) -> None:
-    found = unbiasedness.measure(LAB, *unbiasedness.operands()[name], seeds=8, draws=8)
+    found = unbiasedness.measure(LAB, *operand_of(name), seeds=8, draws=8)
     assert found["z"] < -5.4
     # the slope on the page has a standard error of 0.0002, this one of no more
     assert found["slope"] == pytest.approx(slope, abs=0.001)
@@ -332,7 +341,7 @@ def test_a_scale_that_is_rounded_down_saturates_and_biases(name: str, slope: flo
 
 def test_the_scales_correction_takes_most_of_the_gain_error() -> None:
     """MS-EDEN beside the same format without its correction; draws of the transform are part of the mean."""
-    spec, hadamard = unbiasedness.operands()["MS-EDEN"]
+    spec, hadamard = operand_of("MS-EDEN")
     plain = replace(spec, correction=None, scale=replace(spec.scale, rounding="nearest_even"))
     with_it, without = (unbiasedness.measure(LAB, each, hadamard, 4, 8)["slope"] - 1 for each in (spec, plain))
     assert abs(with_it) < 0.002 < abs(without)

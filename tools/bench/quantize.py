@@ -40,6 +40,7 @@ COLUMNS = (
 )
 
 NVFP4 = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
+NVFP4_SQUARE = QuantSpec("e2m1", "16x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
 _RNG_STEP = RngStep(3, 1)
 _KEYS = {"rows": (0x2468ACE1, 0x13579BDF), "columns": (0x0F1E2D3C, 0xF00DCAFE)}
 _SIGN_KEYS = {"rows": (0x11111111, 0x22222222), "columns": (0x33333333, 0x44444444)}
@@ -86,7 +87,7 @@ def variants(formats: Sequence[str], kinds: Sequence[str], directions: Sequence[
 
     def spec(name: str, kind: str) -> QuantSpec:
         if kind == "square":
-            return replace(specs[name], granularity="16x16")
+            return NVFP4_SQUARE
         if not kind.endswith("sr"):
             return specs[name]
         return MXFP4_SR if name == "e2m1" else replace(specs[name], rounding="stochastic")
@@ -106,14 +107,11 @@ def run_kernel(x: torch.Tensor, variant: Variant, signs: dict[str, torch.Tensor]
 
     ways = {way: Direction(Key.of(_KEYS[way]), signs.get(way)) for way in variant.directions}
     rule = variant.rule
-    cast = quantize_mx(
-        x,
-        rule,
-        **with_amaxes(x, rule, ways.get("rows"), ways.get("columns")),
-        rng_step=device_rng_step(_RNG_STEP, x.device),
-    )
-    found = {"rows": cast.rowwise_data, "columns": None if cast.columnwise_data is None else cast.columnwise_data.t()}
-    return {way: out for way, out in found.items() if out is not None}
+    found = with_amaxes(x, rule, ways.get("rows"), ways.get("columns"))
+    rng_step = device_rng_step(_RNG_STEP, x.device)
+    cast = quantize_mx(x, rule, rows=found["rows"], columns=found["columns"], rng_step=rng_step)
+    made = {"rows": cast.rowwise_data, "columns": None if cast.columnwise_data is None else cast.columnwise_data.t()}
+    return {way: out for way, out in made.items() if out is not None}
 
 
 def transform_of(variant: Variant, way: str) -> Transform | None:

@@ -70,8 +70,8 @@ def _cublas() -> Any:
     except OSError:
         return None
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    operand = [pointer, integer, integer]
+    operand: list[Any] = [pointer, integer, integer]
     library.cublasSetPointerMode_v2.argtypes = [pointer, integer]
-    sizes = [integer] * 5
+    sizes: list[Any] = [integer] * 5
     library.cublasGemmEx.argtypes = [pointer, *sizes, pointer, *operand, *operand, pointer, *operand, integer, integer]
     return library

@@ -214,7 +214,7 @@ class MxRule:
             HEADROOM=self.headroom,
             CODE_BITS=fmt.bits if codes else 0,
             NAN_CODE=_nan_code(fmt),
-            NATIVE=converts and fmt.name in ("e4m3", "e5m2") and self.rounding == "nearest_even",
+            NATIVE=converts and scale is None and fmt.name in ("e4m3", "e5m2") and self.rounding == "nearest_even",
             BLOCK_ROWS=self.block_rows,
             PLAIN=plain,
             ROUNDS_TRANSFORM=self.rounds_transform and transform > 0,

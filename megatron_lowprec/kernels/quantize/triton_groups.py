@@ -20,6 +20,18 @@ from megatron_lowprec.kernels.quantize.triton_ops import (
 
 
 @triton.jit
+def _draws(row, first_column, key0, key1, step, microbatch, start, gate_offset, gate_stride, MX: tl.constexpr):
+    """Draws of the entries' stochastic rounding, uint32 [BLOCKS, BLOCK, P]; without it zeros [1, 1, 1]."""
+    if MX.ROUNDING == STOCHASTIC:
+        P: tl.constexpr = row.shape[0]
+        bits = draw_bits(row, first_column, key0, key1, step, microbatch, start, gate_offset, gate_stride, MX.GROUP)
+        draws = tl.reshape(bits, [MX.GROUP // MX.BLOCK, MX.BLOCK, P])
+    else:
+        draws = tl.zeros([1, 1, 1], tl.uint32)
+    return draws
+
+
+@triton.jit
 def quantize_groups(
     y,
     row,
@@ -52,21 +64,8 @@ def quantize_groups(
         y = transformed(y, signs_ptr, GROUP, MX.ROUNDS_TRANSFORM, DTYPE)
     blocks = tl.reshape(y, [BLOCKS, MX.BLOCK, P])
     amax = amax_of_blocks(tl.abs(blocks), MX)
-    if MX.SCALE_MANTISSA == 0:
-        byte = e8m0(amax, MX)
-        is_nan = byte == 255
-        # 2^(127 - byte) is the byte 254 - byte; 255 stays NaN
-        encode = power_of_two(tl.where(is_nan, 255, 254 - byte))
-        decode = power_of_two(byte)
-        v = blocks * (encode * MX.HEADROOM)[:, None, :]
-    if MX.ROUNDING == STOCHASTIC:
-        draws = tl.reshape(
-            draw_bits(row, first_column, key0, key1, step, microbatch, start, gate_offset, gate_stride, GROUP),
-            [BLOCKS, MX.BLOCK, P],
-        )
-    else:
-        draws = tl.zeros([1, 1, 1], tl.uint32)
     if MX.SCALE_MANTISSA > 0:
+        draws = _draws(row, first_column, key0, key1, step, microbatch, start, gate_offset, gate_stride, MX)
         scale_draws = tl.zeros([1, 1], tl.uint32)
         if MX.SCALE_ROUNDING == STOCHASTIC:
             column = first_column[None, :] + tl.arange(0, BLOCKS)[:, None] * MX.BLOCK
@@ -83,6 +82,13 @@ def quantize_groups(
             _, above, _ = tensor_scale(amax_ptr, MX)
             decode = decode * above
     else:
+        byte = e8m0(amax, MX)
+        is_nan = byte == 255
+        # 2^(127 - byte) is the byte 254 - byte; 255 stays NaN
+        encode = power_of_two(tl.where(is_nan, 255, 254 - byte))
+        decode = power_of_two(byte)
+        v = blocks * (encode * MX.HEADROOM)[:, None, :]
+        draws = _draws(row, first_column, key0, key1, step, microbatch, start, gate_offset, gate_stride, MX)
         if MX.NATIVE and MX.MANTISSA == 3:
             elements = v.to(tl.float8e4nv)
         elif MX.NATIVE:

@@ -20,6 +20,7 @@ from megatron_lowprec.recipe.registry import get_recipe, recipes
 from megatron_lowprec.training.monitoring.self_test import self_test
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses
+from tests.weekly import each_kind
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float32]
@@ -37,7 +38,7 @@ class Work(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", recipes())
+@pytest.mark.parametrize("name", each_kind(recipes()))
 def test_every_recipe_passes_by_little_work(name: str, dtype: torch.dtype) -> None:
     with Work() as work:
         self_test(get_recipe(name), dtype, CPU)

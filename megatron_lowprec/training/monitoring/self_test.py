@@ -54,7 +54,7 @@ def _stochastic_operands(recipe: Recipe) -> Iterator[tuple[str, str, QuantSpec]]
 
 def _check_unbiased(gemm: str, operand: str, spec: QuantSpec, dtype: torch.dtype, device: torch.device) -> None:
     """Draw one operand several times, by a GEMM with the identity."""
-    quantized: dict[str, Any] = {operand: replace(spec, scaling="current", margin=0)}
+    quantized: dict[str, Any] = {operand: replace(spec, scaling="current", margin=0, source="original")}
     alone: dict[str, Any] = {gemm: GemmSpec(**quantized)}
     size = math.lcm(128, *(spec.block or ()))
     layer = LowPrecLinear(

@@ -71,6 +71,8 @@ STOCHASTIC = ["fprop.input", "fprop.weight", "dgrad.grad_output", "dgrad.weight"
         ("fp8_current", ["rounding=stochastic"]),
         ("fp8_delayed", ["rounding=stochastic"]),
         ("fp8_blockwise", ["rounding=stochastic"]),
+        ("configs/recipes/tetrajet.yaml", []),  # from fprop's operands
+        ("configs/recipes/tetrajet_v2_scales_only.yaml", []),
     ],
 )
 def test_stochastic_rounding_of_any_format_and_tile_passes(base: str, overrides: list[str]) -> None:

@@ -20,6 +20,16 @@ def also_weekly(cases: Iterable[str | tuple[str, ...]], on_every_change: Collect
     return [pytest.param(*case, id=name, marks=marks[name]) for name, case in named.items()]
 
 
+ALIKE = frozenset({"nvfp4", "nvfp4_bf16_tail", "nvfp4_four_over_six"})
+"""Recipes with the operands of nvfp4_all, or between those and quartet2's."""
+
+
+def each_kind(recipes: Iterable[str]) -> list[Any]:
+    """Parameters of a test of all recipes: those of ``ALIKE`` weekly."""
+    names = list(recipes)
+    return also_weekly(names, [name for name in names if name not in ALIKE])
+
+
 def checks_of(checks: Iterable[str], only_weekly: Collection[str], weekly: bool) -> list[str]:
     """The checks of a worker that one launch runs: those only of a weekly run if that is asked for."""
     checks = list(checks)

@@ -8,12 +8,13 @@ import torch
 from megatron_lowprec import LowPrecLinear, Recipe, get_recipe, recipes
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.three_gemms import Draws, three_gemms
+from tests.weekly import each_kind
 
 # the levels of FP8-LM have the GEMMs of fp8_lm, deepseek_v3 those of fp8_blockwise, nvfp4 and its phases those of
 # nvfp4_all
 _REPEATED = ("deepseek_v3", "nvfp4", "nvfp4_bf16_tail")
 NAMES = [name for name in recipes() if not name.startswith("fp8_lm_") and name not in _REPEATED]
-all_recipes = pytest.mark.parametrize("name", NAMES)
+all_recipes = pytest.mark.parametrize("name", each_kind(NAMES))
 RANDOM = [name for name in NAMES if get_recipe(name).random]
 DELAYED = [n for n in NAMES if get_recipe(n).delayed_operands()]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

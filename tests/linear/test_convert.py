@@ -8,13 +8,13 @@ from torch.nn import functional as F
 import megatron_lowprec
 from megatron_lowprec import LowPrecLinear, convert
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D
-from tests.linear.conversions import CONVERTIBLE, PER_BLOCK, converted, forms
+from tests.linear.conversions import CONVERTIBLE, EACH_TIME, PER_BLOCK, converted, forms
 from tests.linear.tiny_models import Conv1D, Gpt2Block, LlamaBlock, build, tokens_of, train
 from tests.weekly import also_weekly
 
 
 @forms
-@pytest.mark.parametrize("name", CONVERTIBLE)
+@pytest.mark.parametrize("name", also_weekly(CONVERTIBLE, EACH_TIME))
 def test_a_model_trains_under_every_recipe(name: str, block: type[nn.Module]) -> None:
     model = build(block, blocks=3)
     assert convert(model, name) is model

@@ -9,8 +9,9 @@ from torch import nn
 
 from megatron_lowprec import KeepBf16, LowPrecLinear, convert, get_recipe
 from megatron_lowprec.linear.compiled import REASON
-from tests.linear.conversions import CONVERTIBLE, PURE, forms, gradients
+from tests.linear.conversions import CONVERTIBLE, EACH_TIME, PURE, forms, gradients
 from tests.linear.tiny_models import Conv1D, build, train
+from tests.weekly import also_weekly
 
 
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
@@ -24,7 +25,7 @@ def test_recomputation_changes_no_bit(name: str, how: str) -> None:
     assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
-@pytest.mark.parametrize("name", CONVERTIBLE)
+@pytest.mark.parametrize("name", also_weekly(CONVERTIBLE, EACH_TIME))
 def test_autocast_is_the_layer_in_bf16(name: str, generator: torch.Generator) -> None:
     """The GEMMs themselves are outside autocast, also in a backward pass within it."""
     narrow, wide = (nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)) for _ in range(2))

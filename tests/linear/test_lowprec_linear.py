@@ -28,6 +28,7 @@ from tests.linear.layers import (
     step,
     tensors,
 )
+from tests.weekly import each_kind
 
 
 def test_lists_of_recipes_are_not_empty() -> None:
@@ -37,7 +38,7 @@ def test_lists_of_recipes_are_not_empty() -> None:
     assert DELAYED == ["fp8_delayed", "fp8_mxfp4_rht_sr", "fp8_lm"]
 
 
-@pytest.mark.parametrize("name", [name for name in recipes() if not get_recipe(name).phases])
+@pytest.mark.parametrize("name", each_kind(name for name in recipes() if not get_recipe(name).phases))
 @dtypes
 def test_products_are_those_of_plain_torch(name: str, dtype: torch.dtype, generator: torch.Generator) -> None:
     """In each bit, over steps and microbatches. A GEMM that is not quantized is that of bf16."""

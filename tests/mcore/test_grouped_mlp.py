@@ -13,6 +13,7 @@ from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.registry import recipes
 from tests.mcore.one_process import one_process
 from tests.mcore.test_spec import config_of
+from tests.weekly import each_kind
 
 HIDDEN, FFN = 128, 128
 TOKENS = (5, 0, 131, 32)  # none, less than a block, whole blocks, and no multiple
@@ -103,7 +104,7 @@ def same(recipe: Recipe, *, in_fp32: bool = True, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in recipes() if not (get_recipe(n).activations.quantized or get_recipe(n).phases)]
+    "name", each_kind(n for n in recipes() if not (get_recipe(n).activations.quantized or get_recipe(n).phases))
 )
 def test_bits_are_those_of_experts_one_after_the_other(name: str) -> None:
     same(get_recipe(name))

@@ -17,6 +17,7 @@ from megatron_lowprec.quantization.quantizer import quantize, quantize_by_refere
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import as_numbers, block_sizes
 from megatron_lowprec.recipe.schema import QuantSpec
+from tests.weekly import each_kind
 
 
 def mxfp4(rounding: str = "nearest_even", headroom: float = 1.0) -> QuantSpec:
@@ -72,7 +73,7 @@ def test_what_is_not_finite_has_no_ratio() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 20_000])  # whole, and 78 rows at a time or a tile's 128, of 384
-@pytest.mark.parametrize("recipe", recipes())
+@pytest.mark.parametrize("recipe", each_kind(recipes()))
 def test_operands_of_every_recipe_against_float64(recipe: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_lowprec.kernels.operand_stats.reference._CHUNK", chunk)
     found = get_recipe(recipe)

@@ -23,6 +23,7 @@ from megatron_lowprec.recipe.registry import get_recipe, recipes
 from megatron_lowprec.training.monitoring.self_test import self_test
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses
+from tests.weekly import each_kind
 
 CPU = torch.device("cpu")
 NVFP4 = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
@@ -41,7 +42,7 @@ class Work(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", recipes())
+@pytest.mark.parametrize("name", each_kind(recipes()))
 def test_every_recipe_passes_by_little_work(name: str, dtype: torch.dtype) -> None:
     with Work() as work:
         self_test(get_recipe(name), dtype, CPU)
@@ -74,6 +75,8 @@ STOCHASTIC = ["fprop.input", "fprop.weight", "dgrad.grad_output", "dgrad.weight"
         ("fp8_current", ["rounding=stochastic"]),
         ("fp8_delayed", ["rounding=stochastic"]),
         ("fp8_blockwise", ["rounding=stochastic"]),
+        ("configs/recipes/tetrajet.yaml", []),  # from fprop's operands
+        ("configs/recipes/tetrajet_v2_scales_only.yaml", []),
     ],
 )
 def test_stochastic_rounding_of_any_format_and_tile_passes(base: str, overrides: list[str]) -> None:

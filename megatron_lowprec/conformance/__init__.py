@@ -1,4 +1,4 @@
 """Checks any project's quantizers against vectors of codes and scales: ``python -m megatron_lowprec.conformance``.
 
-``docs/guide/conformance.md`` has the format of the files. Needs torch and safetensors; no GPU, no Megatron.
+``docs/guide/conformance.md`` has the format of the files. Needs torch, for files safetensors; no GPU, no Megatron.
 """

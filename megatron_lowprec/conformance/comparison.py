@@ -75,7 +75,8 @@ def compare(case: Case, group: Group, adapter: Adapter) -> Outcome:
         if wrong.any():
             count = int(wrong.sum())
             at = tuple(wrong.nonzero()[0].tolist())
-            fmt, packed = _format(case, key), _is_packed(group, key, expected)
+            packed = _is_packed(group, key, expected)
+            fmt = _format(case, key, packed)
             want, have = (_shown(each[at], fmt, packed) for each in (expected, got))
             lines.append(f"{place}: {count} of {expected.numel()} differ; at {list(at)} expected {want}, got {have}")
             differ += count
@@ -84,8 +85,8 @@ def compare(case: Case, group: Group, adapter: Adapter) -> Outcome:
 
 def _differing(case: Case, group: Group, key: str, expected: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
     """Where two results differ, in the shape of the result."""
-    fmt, packed = _format(case, key), _is_packed(group, key, expected)
-    want, have = expected, got
+    packed = _is_packed(group, key, expected)
+    fmt, want, have = _format(case, key, packed), expected, got
     if packed:
         want, have = (torch.stack((each & 0xF, each >> 4), dim=-1).flatten(-2) for each in (want, have))
     if fmt is not None:
@@ -105,9 +106,11 @@ def _differing(case: Case, group: Group, key: str, expected: torch.Tensor, got: 
 
 def _excused(group: Group, key: str, shape: torch.Size) -> torch.Tensor:
     """Entries that are not compared: marked ones, and codes in blocks whose E8M0 scale is NaN."""
-    marks = [mark != 0 for mark in group.marks.values()]
+    of = key.rpartition(".")[0]
+    marks = [mark != 0 for name, mark in group.marks.items() if name.rpartition(".")[0] == of]
     if "scale" not in key:
-        marks += [value == NAN_SCALE for name, value in group.results.items() if name.endswith("scale_e8m0")]
+        scale = group.results.get(f"{of}.scale_e8m0" if of else "scale_e8m0")
+        marks += [] if scale is None else [scale == NAN_SCALE]
     found = torch.zeros(shape, dtype=torch.bool)
     for mark in marks:
         if mark.dim() == len(shape) and all(size >= marked for size, marked in zip(shape, mark.shape, strict=True)):
@@ -125,11 +128,11 @@ def _spread(marks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return marks
 
 
-def _format(case: Case, key: str) -> Format | None:
+def _format(case: Case, key: str, packed: bool) -> Format | None:
     """Format of codes and of coded scales; None for numbers and other bytes."""
     if _CODES.search(key):
         named = re.search(r"e\dm\d", case.name)
-        return FORMATS.get(case.meta.get("format") or (named[0] if named else "e2m1"))
+        return FORMATS.get(case.meta.get("format") or (named[0] if named else "e2m1" if packed else "e4m3"))
     scale = re.search(r"scale_(\w+)$", key)
     return FORMATS.get(scale[1]) if scale else None
 

@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from megatron_lowprec.errors import UserError
 
@@ -31,7 +30,7 @@ class Group:
         x: the input, of the case's own if it brings one, or None.
         given: draws, sign vectors, amaxes and operands, by the name behind the group's.
         results: what is compared, likewise.
-        marks: quirk_elements and quirk_blocks: entries that are not compared, likewise.
+        marks: quirk_elements and quirk_blocks: entries that are not compared, of results with the same prefix.
     """
 
     name: str
@@ -54,7 +53,7 @@ def read_cases(folder: Path, only: str = "") -> Iterator[Case]:
     """The cases of a folder whose names match the regular expression ``only`` somewhere, by name.
 
     Raises:
-        UserError: there is no such folder, no case in it, or a file that is not safetensors.
+        UserError: there is no such folder, no case in it, or a file that is not safetensors; safetensors is missing.
     """
     names = sorted(path.stem for path in folder.glob("*.safetensors") if path.stem != INPUTS)
     if not names:
@@ -70,10 +69,11 @@ def write_cases(folder: Path, inputs: Tensors, cases: Iterable[Case]) -> int:
     """Write ``inputs`` and cases into a folder, which is created; returns the number of cases.
 
     Raises:
-        UserError: the folder has vectors.
+        UserError: the folder has vectors; safetensors is missing.
     """
     if any(folder.glob("*.safetensors")):
         raise UserError(f"--export {folder} has *.safetensors; name a new folder")
+    save_file = _safetensors().torch.save_file
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_stored(inputs), str(folder / f"{INPUTS}.safetensors"))
     count = 0
@@ -93,11 +93,21 @@ def _stored(arrays: Mapping[str, torch.Tensor]) -> Tensors:
     return {key: value.detach().cpu().clone().contiguous() for key, value in arrays.items()}
 
 
-def _read(path: Path) -> tuple[Tensors, dict[str, str]]:
+def _safetensors() -> Any:
+    """The library, of which vectors in memory have no need."""
     try:
-        with safe_open(str(path), "pt") as file:
+        import safetensors.torch
+    except ModuleNotFoundError:
+        raise UserError("files of vectors need safetensors, which is not installed: pip install safetensors") from None
+    return safetensors
+
+
+def _read(path: Path) -> tuple[Tensors, dict[str, str]]:
+    library = _safetensors()
+    try:
+        with library.safe_open(str(path), "pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
-    except SafetensorError as error:
+    except library.SafetensorError as error:
         raise UserError(f"{path} is not a safetensors file: {error}") from None
 
 
@@ -114,7 +124,13 @@ def _groups(arrays: Tensors, inputs: Tensors) -> tuple[Group, ...]:
             x = inputs.get(name.removesuffix(AXIS))
             groups[name] = Group(name, x if x is None or not name.endswith(AXIS) else x.t())
         group = groups[name]
-        kind = group.marks if what in _MARKS else group.given if _GIVEN.fullmatch(what) else group.results
+        kind = (
+            group.marks
+            if what.rpartition(".")[2] in _MARKS
+            else group.given
+            if _GIVEN.fullmatch(what)
+            else group.results
+        )
         kind[what] = value
     return tuple(
         replace(group, x=group.given.get("x")) if group.x is None else group

@@ -73,6 +73,7 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline_model_parallel_size": 2},
     "expert": {"expert_model_parallel_size": 2},
 }
+CHAT_WEEKLY = {"tensor"}  # documents and experts are cut so as well
 # Dropout is on in these.
 RESUMED: dict[str, dict[str, Any]] = {
     "delayed scaling": {"use_distributed_optimizer": True, "recipe": "fp8_delayed"},
@@ -196,6 +197,8 @@ def cases(weekly: bool) -> dict[str, dict[str, Any]]:
         found[f"{name}, grouped"] = found[name] | {"moe_grouped_gemm": True, "no_save": True}
     found["chat start"] = TEXT | {"exit_interval": 1}
     for layout, sizes in {**LAYOUTS, "distributed": OVERLAP}.items():
+        if layout in CHAT_WEEKLY and not weekly:
+            continue
         found[f"chat {layout}"] = CHAT | sizes | {"load": "chat start"}
     found["expert chat start"] = TEXT | EXPERT_TEXT | {"exit_interval": 1}
     for layout, sizes in EXPERT_LAYOUTS.items():
@@ -235,7 +238,7 @@ def chat_on_one_process(tmp_path_factory: pytest.TempPathFactory, launch: Launch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [*LAYOUTS, "distributed"])
+@pytest.mark.parametrize("layout", also_weekly([*LAYOUTS, "distributed"], ["data", "pipeline", "distributed"]))
 def test_answers_are_weighed_by_tokens_on_any_layout(
     chat_on_one_process: list[dict[str, Any]], launch: Launch, layout: str
 ) -> None:

@@ -37,15 +37,16 @@ def _operand_amaxes_kernel(
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     tiles_n = tl.cdiv(N, BN)
     tiles = tl.cdiv(M, GROUP) * tiles_n
-    plain = tl.zeros([1, BN], tl.float32)
-    of_rows, of_columns = plain, plain
+    plain = tl.zeros([GROUP, BN], tl.float32)  # entry by entry: a reduction of each tile would cross lanes and warps
+    of_rows = tl.zeros([1, BN], tl.float32)
+    of_columns = tl.zeros([1, BN], tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         rows = (tile // tiles_n) * GROUP + tl.arange(0, GROUP)
         cols = (tile % tiles_n) * BN + tl.arange(0, BN)
         offsets = rows.to(tl.int64)[:, None] * stride + cols[None, :]
         x = tl.load(x_ptr + offsets, mask=(rows < M)[:, None] & (cols < N)[None, :], other=0.0)
         if ROWS == _PLAIN or COLUMNS == _PLAIN:
-            plain = larger(plain, amax_along(tl.abs(x.to(tl.float32)), 0))
+            plain = larger(plain, tl.abs(x.to(tl.float32)))
         if ROWS == _TRANSFORMED:
             y = tl.trans(tl.reshape(x, [BN, GROUP])).to(tl.float32)
             of_rows = larger(of_rows, amax_along(tl.abs(transformed(y, row_signs_ptr, GROUP, ROUNDS, DTYPE)), 0))

@@ -23,7 +23,7 @@ FAULT_INJECTION ?= $(or $(FAULTS),--kills 30 --kills-in-save 10 --out docs/resul
 unexport PYTHONDONTWRITEBYTECODE
 
 # Names are tried by running them: a name on the PATH may be a shim without an interpreter behind it.
-SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11, 4) <= sys.version_info[:3] < (3, 14))
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3 python; do \
 	"$$name" -c '$(SUPPORTED)' 2>/dev/null && echo "$$name" && break; done)
 
@@ -52,7 +52,7 @@ $(INSTALLED): $(LOCK) $(TORCH) pyproject.toml setup.py | $(BIN)/python
 
 $(BIN)/python:
 	@"$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null || { \
-		echo "make: PYTHON='$(PYTHON)' is not Python 3.11, 3.12 or 3.13 with venv, which $(LOCK) needs;" \
+		echo "make: PYTHON='$(PYTHON)' is not Python 3.11 from 3.11.4 on, 3.12 or 3.13 with venv, which $(LOCK) needs;" \
 			"install one (python3-venv too, on Debian) or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 

@@ -208,7 +208,7 @@ def test_make_without_a_usable_python_says_what_to_do(tmp_path: Path) -> None:
     command = ["make", "setup", "PYTHON=/nowhere/python3", f"VENV={tmp_path / 'venv'}"]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert result.returncode != 0
-    assert "is not Python 3.11, 3.12 or 3.13" in result.stderr
+    assert "is not Python 3.11 from 3.11.4 on, 3.12 or 3.13" in result.stderr
     assert "make PYTHON=/path/to/python3.11" in result.stderr
     assert not (tmp_path / "venv").exists()
 

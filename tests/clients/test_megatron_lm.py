@@ -112,10 +112,10 @@ def test_bf16_is_megatron_lm_bit_for_bit(megatron_lm: MegatronLM, name: str) -> 
     assert ours.parameters == stock.parameters
 
 
-RECIPES = ["bf16", "fp8_delayed", "mxfp8", "mxfp4_rht_sr", "fp8_lm_o3"]
+RECIPES = ["bf16", "fp8_delayed", "mxfp8", "mxfp4_rht_sr", "nvfp4", "quartet2", "fp8_lm_o3"]
 
 
-@pytest.mark.parametrize("recipe", also_weekly(RECIPES, ["fp8_delayed", "mxfp4_rht_sr", "fp8_lm_o3"]))
+@pytest.mark.parametrize("recipe", also_weekly(RECIPES, ["fp8_delayed", "nvfp4", "fp8_lm_o3"]))
 def test_the_driver_s_losses(megatron_lm: MegatronLM, data: list[str], recipe: str, tmp_path: Path) -> None:
     # unclipped: the driver adds the squares of a gradient norm in another order
     flags = [*data, "--train-iters", "6", "--clip-grad", "0"]

@@ -66,6 +66,8 @@ def compare(case: Case, group: Group, adapter: Adapter) -> Outcome:
             left_out.append(place)
             continue
         got = found[key].detach().cpu()
+        if got.is_floating_point() and got.element_size() == 1:
+            got = got.view(torch.uint8)  # codes in a dtype of torch
         if got.shape != expected.shape:
             lines.append(f"{place}: expected shape {tuple(expected.shape)}, got {tuple(got.shape)}")
             differ += expected.numel()

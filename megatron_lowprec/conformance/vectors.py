@@ -118,7 +118,8 @@ def _groups(arrays: Tensors, inputs: Tensors) -> tuple[Group, ...]:
     for key, value in arrays.items():
         name = max((name for name in known if key.startswith(f"{name}.")), key=len, default=None)
         if name is None:
-            name = "" if key == key.split(".")[0] or key.startswith("in.") else key.split(".")[0]
+            head = key.split(".")[0]  # results of an array that has no group are in none either
+            name = "" if head in arrays or head == "in" else head
         what = key[len(name) + 1 :] if name else key
         if name not in groups:
             x = inputs.get(name.removesuffix(AXIS))

@@ -3,43 +3,32 @@
 from dataclasses import replace
 
 from megatron_lowprec.lab.dot_products import Scheme
+from megatron_lowprec.recipe import registry
 from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec, ScaleSpec, TensorScaleSpec
 
-_NVFP4 = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(448.0 * 6.0))
-_FOUR_OVER_SIX = QuantSpec(
-    "e2m1", scale=ScaleSpec("1x16", "e4m3", "base", four_over_six="mse"), tensor_scale=TensorScaleSpec(256.0 * 6.0)
-)
-_QUARTET2 = replace(_FOUR_OVER_SIX, scale=replace(_FOUR_OVER_SIX.scale, rule="divided", zero_code="one"))
-_EDEN_TARGET = 6.0 / (17 / 16 * 0.93)
-_EDEN = QuantSpec(
-    "e2m1",
-    scale=ScaleSpec("1x16", "e4m3", "divided", rounding="stochastic", block_target=_EDEN_TARGET, zero_code="one"),
-    tensor_scale=TensorScaleSpec(255.99 * _EDEN_TARGET),
-    correction="eden",
-)
-_UE5M3 = replace(_NVFP4, scale=ScaleSpec("1x16", "ue5m3", "product", zero_code="one"))
+_UE5M3 = replace(registry.NVFP4, scale=ScaleSpec("1x16", "ue5m3", "product", zero_code="one"))
 _UFP4 = QuantSpec("e1m2", "1x16")
 _TETRAJET = QuantSpec("e2m1", "1x32", "e8m0", "round_up")
-_TETRAJET2 = replace(_NVFP4, tensor_scale=TensorScaleSpec(448.0 * 6.0, granularity="1x128"))
+_TETRAJET2 = replace(registry.NVFP4, tensor_scale=TensorScaleSpec(448.0 * 6.0, granularity="1x128"))
 
 
 def _drawn(spec: QuantSpec, random_bits: int = 16) -> QuantSpec:
     return replace(spec, rounding="stochastic", random_bits=random_bits)
 
 
-NVFP4, NVFP4_SR = Scheme(_NVFP4), Scheme(_drawn(_NVFP4))
+NVFP4, NVFP4_SR = Scheme(registry.NVFP4), Scheme(_drawn(registry.NVFP4))
 FP4_SCHEMES: dict[str, Scheme] = {
     "NVFP4": NVFP4,
-    "NVFP4, 16x16": Scheme(replace(_NVFP4, scale=replace(_NVFP4.scale, granularity="16x16"))),
-    "four over six": Scheme(_FOUR_OVER_SIX),
-    "Quartet II, fprop": Scheme(_QUARTET2),
+    "NVFP4, 16x16": Scheme(registry.NVFP4_16X16),
+    "four over six": Scheme(registry.NVFP4_4OVER6),
+    "Quartet II, fprop": Scheme(registry.QUARTET2),
     "UE5M3": Scheme(_UE5M3),
     "UFP4": Scheme(_UFP4, hadamard=HadamardSpec(16, signs="nvfp4")),
     "TetraJet": Scheme(_TETRAJET),
     "TetraJet-v2's scales": Scheme(_TETRAJET2),
     "NVFP4, SR": NVFP4_SR,
-    "four over six, SR": Scheme(_drawn(_FOUR_OVER_SIX)),
-    "MS-EDEN": Scheme(_EDEN, hadamard=HadamardSpec(128)),
+    "four over six, SR": Scheme(_drawn(registry.NVFP4_4OVER6)),
+    "MS-EDEN": Scheme(registry.QUARTET2_EDEN, hadamard=HadamardSpec(128)),
     "UE5M3, SR": Scheme(_drawn(_UE5M3)),
     "UFP4, SR": Scheme(_drawn(_UFP4), hadamard=HadamardSpec(16, signs="nvfp4")),
     "TetraJet, SR": Scheme(_drawn(_TETRAJET)),

@@ -20,8 +20,8 @@ from megatron_lowprec.quantization.device_rng_step import device_rng_step
 from megatron_lowprec.quantization.quantizer import mx_rule, quantize_by_reference, with_amaxes
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
 from megatron_lowprec.quantization.transform import Transform
-from megatron_lowprec.recipe.quant_spec import HadamardSpec, TensorScaleSpec
-from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
+from megatron_lowprec.recipe.quant_spec import HadamardSpec
+from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8, NVFP4, NVFP4_16X16
 from megatron_lowprec.recipe.schema import QuantSpec
 from megatron_lowprec.text_tables import Column, Row, named
 from tools.bench.measure import Bench, Copy, Timing, cycle_inputs, errors_as_faults, rate
@@ -39,8 +39,6 @@ COLUMNS = (
     Column("of_same_copy", "of same-size copy", ".1%"),
 )
 
-NVFP4 = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
-NVFP4_SQUARE = QuantSpec("e2m1", "16x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
 _RNG_STEP = RngStep(3, 1)
 _KEYS = {"rows": (0x2468ACE1, 0x13579BDF), "columns": (0x0F1E2D3C, 0xF00DCAFE)}
 _SIGN_KEYS = {"rows": (0x11111111, 0x22222222), "columns": (0x33333333, 0x44444444)}
@@ -87,7 +85,7 @@ def variants(formats: Sequence[str], kinds: Sequence[str], directions: Sequence[
 
     def spec(name: str, kind: str) -> QuantSpec:
         if kind == "square":
-            return NVFP4_SQUARE
+            return NVFP4_16X16
         if not kind.endswith("sr"):
             return specs[name]
         return MXFP4_SR if name == "e2m1" else replace(specs[name], rounding="stochastic")

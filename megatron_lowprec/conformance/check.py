@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_lowprec.conformance.comparison import Adapter, Outcome, compare
 from megatron_lowprec.conformance.reference_vectors import reference_cases, reference_inputs
-from megatron_lowprec.conformance.vectors import Case, read_cases, write_cases
+from megatron_lowprec.conformance.vectors import Case, Group, read_cases, write_cases
 from megatron_lowprec.errors import Parser, UserError
 
 
@@ -61,7 +61,7 @@ def check(cases: Iterable[Case], adapter: Adapter, require: str | None = None, i
     for case in cases:
         compared += 1
         case.meta.update({"zero_sign": "ignored"} if ignore_zero_signs else {})
-        found = sum((compare(case, group, adapter) for group in case.groups), Outcome())
+        found = sum((_compared(case, group, adapter) for group in case.groups), Outcome())
         required = require is not None and re.match(require, case.name) is not None
         asked += required
         lines = [*found.differences, *(f"{place}: required, but left out" for place in found.left_out if required)]
@@ -71,8 +71,20 @@ def check(cases: Iterable[Case], adapter: Adapter, require: str | None = None, i
         whole, failures = whole + found, failures + len(lines)
     if require is not None and not asked:
         raise UserError(f"--require {require!r}: the name of no case begins so; --list prints all")
+    if not whole.entries and not whole.differ:
+        raise UserError("the adapter answered nothing: no entry was compared; results have the names of the case's")
     print(f"{compared} cases, {whole.entries} entries, {whole.differ} differ, {len(whole.left_out)} results left out")
     return 1 if failures else 0
+
+
+def _compared(case: Case, group: Group, adapter: Adapter) -> Outcome:
+    try:
+        return compare(case, group, adapter)
+    except UserError:
+        raise
+    except Exception as error:
+        error.add_note(f"the adapter failed for {case.name}, group {group.name!r}")
+        raise
 
 
 def load_adapter(name: str) -> Adapter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 
 from megatron_lowprec.conformance.vectors import Case, Group, Tensors
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.files import parse_json
 from megatron_lowprec.formats import FORMATS, Format
 from megatron_lowprec.kernels.quantize.reference import decode
 
@@ -99,11 +99,19 @@ def _differing(case: Case, group: Group, key: str, expected: torch.Tensor, got: 
     wrong &= ~(want.isnan() & have.isnan())
     if case.meta.get("zero_sign") == "ignored":
         wrong &= ~((want == 0) & (have == 0))
-    tolerance = json.loads(case.meta.get("tolerance", "{}")).get(key)
-    if tolerance is not None:
+    if (tolerance := _tolerances(case).get(key)) is not None:
         wrong &= ~((have.double() - want.double()).abs() <= tolerance * want.double().abs())
     wrong &= ~_excused(group, key, wrong.shape)
     return wrong.view(*expected.shape, 2).any(-1) if packed else wrong
+
+
+def _tolerances(case: Case) -> dict[str, float]:
+    """Largest relative differences, by result."""
+    text = case.meta.get("tolerance", "{}")
+    try:
+        return {key: float(value) for key, value in parse_json(text).items()}
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{case.name}: tolerance {text[:100]!r} is no JSON object of numbers ({error})") from None
 
 
 def _excused(group: Group, key: str, shape: torch.Size) -> torch.Tensor:

@@ -34,7 +34,7 @@ def check_fields(spec: Any) -> None:
         if not fits(value, hint):
             inner, optional = without_none(hint)
             choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
-            choices += ("None",) if choices and optional else ()
+            choices += ("null",) if choices and optional else ()
             allowed = f"one of {', '.join(choices)}" if choices else described(hint)
             raise UserError(f"{name} is {value!r}, but must be {allowed}")
 

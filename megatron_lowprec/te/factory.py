@@ -87,14 +87,17 @@ def quantizer_factory(recipe: RecipeLike) -> QuantizerFactory:
     return QuantizerFactory(recipe)
 
 
+NVFP4_FLAGS = "--fp4-format e2m1 --fp4-recipe nvfp4"
+
+
 def why_no_factory(recipe: Recipe) -> str | None:
     """Reason why the recipe does not run by Megatron-LM's ``--fp8-recipe custom``; None if it does.
 
     Args:
         recipe: one that TransformerEngine has quantizers for.
     """
-    if "nvfp4" in kinds_of(recipe):
-        return "Megatron-core makes NVFP4's own recipe (--fp4-format e2m1 --fp4-recipe nvfp4), which needs no factory"
+    if "nvfp4" in kinds_of(recipe) and by_place_or_time(recipe) is None:
+        return f"NVFP4 is Megatron-LM's own recipe there, by {NVFP4_FLAGS}"
     if "delayed" in kinds_of(recipe):
         return "amax windows would advance once a layer, since Megatron-core enters an FP8 context for each layer"
     if (what := by_place_or_time(recipe)) is not None:

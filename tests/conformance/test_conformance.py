@@ -239,3 +239,8 @@ def test_the_vectors_are_those_of_the_last_release() -> None:
                 digest.update(f"{group.name}.{key}".encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
         digests[case.name] = digest.hexdigest()[:16]
     assert digests == RESULTS
+
+
+def test_an_adapter_that_answers_under_other_names_is_refused() -> None:
+    with pytest.raises(UserError, match="no entry was compared"):
+        check(reference_cases("^mxfp8.fprop.input$"), lambda *_: {"code": torch.zeros(1)})

@@ -112,7 +112,7 @@ def run(folder: Path, cover: Sequence[str]) -> None:
 
 def test_the_cover_is_whole() -> None:
     assert set(COVER) == {named(layout) for layout in layouts.LAYOUTS}
-    families = {"bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp8"}
+    families = {"bf16", "fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4_all"}
     assert families | {"mxfp4_rht_sr"} <= {COVER[layout] for layout in EACH_TIME}
 
 

@@ -27,13 +27,15 @@ def test_the_image_has_a_torch_that_the_package_takes() -> None:
 
 def test_the_supported_pythons_are_the_same_everywhere() -> None:
     taken = SpecifierSet(PROJECT["requires-python"])
-    supported = [f"3.{minor}" for minor in range(8, 20) if f"3.{minor}" in taken]
+    supported = [f"3.{minor}" for minor in range(8, 20) if f"3.{minor}.99" in taken]
+    (oldest,) = [bound.version for bound in taken if bound.operator == ">="]
     assert re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"])) == supported
-    listed = f"{', '.join(supported[:-1])} or {supported[-1]}"
+    others = f"{', '.join(supported[1:-1])} or {supported[-1]}"
+    listed = f"{supported[0]} (from {oldest} on), {others}"
     assert f"Python {listed} is enough" in text("README.md")
-    assert f"Python {listed} and make" in text("docs/guide/quickstart.md")
-    assert f"is not Python {listed} with venv" in text("Makefile")
+    assert f"Python {listed}, and make" in text("docs/guide/quickstart.md")
+    assert f"is not Python {supported[0]} from {oldest} on, {others} with venv" in text("Makefile")
     workflow = yaml.safe_load(text(".github/workflows/megatron-core.yaml"))
     assert {row["python"] for row in workflow["jobs"]["test"]["strategy"]["matrix"]["include"]} == set(supported)
-    first, last = (version.replace(".", ", ") for version in (supported[0], supported[-1]))
-    assert f"({first}) <= sys.version_info[:2] <= ({last})" in text("Makefile")
+    first, last = oldest.replace(".", ", "), int(supported[-1].partition(".")[2]) + 1
+    assert f"({first}) <= sys.version_info[:3] < (3, {last})" in text("Makefile")

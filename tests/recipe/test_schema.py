@@ -69,7 +69,7 @@ NVFP4 = QuantSpec("e2m1", **E4M3_SCALES, tensor_scale=TensorScaleSpec(2688.0))
             {"scaling": "delayed", "granularity": "1x32", "scale_format": "e8m0", "scale_rule": "floor"},
             "scaling delayed was asked with granularity 1x32 and e8m0 scales",
         ),
-        ({"scale": ScaleSpec(**CODED), "format": "e4m3", "correction": "edne"}, "must be one of eden, None"),
+        ({"scale": ScaleSpec(**CODED), "format": "e4m3", "correction": "edne"}, "must be one of eden, null"),
         (
             {"scale": ScaleSpec(**CODED, four_over_six="mse")},
             "scale.four_over_six was asked for e4m3 elements, which have no 4 beside their 6: use format e2m1",
@@ -154,7 +154,7 @@ def test_a_tensor_scale_needs_a_positive_target() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"four_over_six": "rms"}, "four_over_six is 'rms', but must be one of mse, mae, abs_max, None"),
+        ({"four_over_six": "rms"}, "four_over_six is 'rms', but must be one of mse, mae, abs_max, null"),
         ({"format": "fp32", "rule": "amax", "four_over_six": "mae"}, "four_over_six mae was asked for fp32 scales"),
         (
             {"format": "e8m0", "rule": "floor", "zero_code": "one"},

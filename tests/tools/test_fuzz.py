@@ -56,6 +56,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "Hugging Face model": ("commands.import_hf", "training.convert.hf_tokenizer"),
     "tokenizers": ("training.data.tokenizer",),
     "Megatron-LM's older format": ("training.convert.stock",),
+    "vectors": ("conformance.vectors", "conformance.comparison"),
     "captured operands": ("linear.capture_file",),
     "tilings": ("kernels.tuning",),
     "numerics experiment": ("lab.page",),
@@ -64,6 +65,7 @@ MODULES: dict[str, tuple[str, ...]] = {
 # Modules whose files have no reader of the fuzz, and why.
 NOT_FUZZED = {
     "training.config.megatron_flags": "the package's own tables of Megatron-LM's flags",
+    "conformance.own_adapter": "the fields of a recipe, in vectors that this project has written",
     "mcore.__init__": "the release of the installed Megatron-core",
     "training.distributed.process_start": "the kernel's account of a process",
     "report.archives.packing": "copies files of runs, which it does not interpret",

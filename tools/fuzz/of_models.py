@@ -121,6 +121,22 @@ def of_tools(made: Path) -> list[FuzzedReader]:
 
         indexed_dataset.verify_once("c", 256, Path("cache"))
 
+    def make_vectors() -> None:
+        from safetensors.torch import save_file
+
+        codes = torch.zeros(2, 16, dtype=torch.uint8)
+        arrays = {"x.codes": codes, "x.dequant": torch.ones(2, 32), "x.quirk_blocks": torch.zeros(2, 1)}
+        save_file({"x": torch.ones(2, 32)}, "inputs.safetensors")
+        save_file(arrays, "case.safetensors", {"format": "e2m1", "tolerance": '{"dequant": 0.1}'})
+
+    def vectors() -> None:
+        from megatron_lowprec.conformance.check import check
+        from megatron_lowprec.conformance.vectors import read_cases
+
+        cases = list(read_cases(Path()))
+        known = {(case.name, group.name): group.results for case in cases for group in case.groups}
+        check(cases, lambda case, group, *_: known[case, group])
+
     def make_verified() -> None:
         from megatron_lowprec.training.data import corpus_writer
         from megatron_lowprec.training.data.tokenizer import build_tokenizer
@@ -130,6 +146,7 @@ def of_tools(made: Path) -> list[FuzzedReader]:
         verified()
 
     return [
+        FuzzedReader("vectors", ("inputs.safetensors", "case.safetensors"), make_vectors, vectors),
         FuzzedReader("captured operands", ("c.safetensors",), make_capture, capture),
         FuzzedReader("tilings", ("tilings.json",), partial(write, {"tilings.json": '{"gemm of [1, 2]": 1}'}), tilings),
         FuzzedReader("numerics experiment", ("e/e.json",), make_experiment, experiment),

@@ -28,9 +28,10 @@ def undecided(jobs: Sequence[Job], claims: Claims) -> list[str]:
         short = [claim for claim in tested if ratio < claims.enough_tokens(claim)]
         name = ", ".join(word for word in place if word)
         if short:
+            enough = max(map(claims.enough_tokens, short))
             lines.append(
                 f"{name}: {ratio:.3g} tokens per parameter without embeddings. A report of these runs has gaps and "
-                f"intervals, but no verdict on {_ids(short)}, which takes {max(map(claims.enough_tokens, short)):.3g}"
+                f"intervals, but no verdict on what needs {enough:.3g}: the claims {_ids(short)}"
             )
         few = [claim for claim in tested if min(len(_seeds(test, group)) for test in claim.tests) < _FEWEST_SEEDS]
         if few and claims.prior_noise.validation_loss is None:

@@ -155,8 +155,8 @@ class EmulatedGemms(GemmBackend):
         if spec is None or not isinstance(matrix, torch.Tensor) or matrix.stride(1) != 1:
             return False
         transforms = [self.transform(gemm, rng_step) for gemm in (by_row, by_column)]
-        if len({one.block for one in transforms if one is not None}) > 1:
-            return False
+        if len({(one.block, one.spec.output) for one in transforms if one is not None}) > 1:
+            return False  # one kernel has one of each
         rule = mx_rule(spec, _transform_spec(*transforms))
         together = rule is not None and (rule.block_rows == 1 or rule.shares_directions)
         return together and fuses_mx(matrix, rule, _transform_block(*transforms))

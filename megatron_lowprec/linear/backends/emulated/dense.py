@@ -196,7 +196,8 @@ class EmulatedGemms(GemmBackend):
         rounded = matrix if spec.source == "original" else self._of_fprop(tensor, matrix, rng_step)
         columnwise = name == SIDES[tensor][1]
         operand, rounded = (each.t() if columnwise else each for each in (matrix, rounded))
-        rule = mx_rule(spec) if spec.scale_format == "e8m0" else None  # statistics take codes with E8M0 scales
+        takes_codes = spec.scale_format == "e8m0"  # statistics take codes with these scales
+        rule = mx_rule(spec, _transform_spec(transform)) if takes_codes else None
         if fuses_mx(rounded, rule, _transform_block(transform), codes=True):
             source, arguments = self._mx_arguments(name, tensor, rounded, rng_step)
             cast = load("quantize").quantize_mx(source, rule, **arguments, codes=True)

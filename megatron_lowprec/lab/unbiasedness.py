@@ -39,9 +39,7 @@ def operands() -> dict[str, Operand]:
     for name, (spec, hadamard) in named.items():
         if spec.random:
             # of one tensor, whose amax is its own
-            first.setdefault(
-                (replace(spec, scaling="current", history=1, history_rule="max", margin=0), hadamard), name
-            )
+            first.setdefault((replace(spec.with_current_scaling(), history=1), hadamard), name)
     return {name: operand for operand, name in first.items()}
 
 

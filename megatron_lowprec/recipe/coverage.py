@@ -216,9 +216,7 @@ def with_current_scales(recipe: LinearRecipe, tensors: Collection[str]) -> Linea
     def changed(gemm: GemmSpec) -> GemmSpec:
         specs = {tensor: spec for tensor in tensors if (spec := getattr(gemm, tensor)) is not None}
         current: dict[str, Any] = {
-            tensor: replace(spec, scaling="current", margin=0)
-            for tensor, spec in specs.items()
-            if spec.scaling == "delayed"
+            tensor: spec.with_current_scaling() for tensor, spec in specs.items() if spec.scaling == "delayed"
         }
         return replace(gemm, **current)
 

@@ -254,6 +254,11 @@ class QuantSpec:
                 f"scaling delayed was asked with granularity {self.granularity} and {self.scale_format} scales; a "
                 "history is kept for granularity tensor with fp32 scales, or for a tensor_scale: use scaling current"
             )
+        if self.history_rule == "held" and self.scaling != "delayed":
+            raise UserError(
+                "history_rule held was asked with scaling current, which keeps no history: set scaling=delayed, or "
+                "history_rule=max"
+            )
         if self.history < 1:
             raise UserError(f"history is {self.history}, but must be at least 1")
 
@@ -281,6 +286,10 @@ class QuantSpec:
         chosen = "scale.four_over_six" if self.scale.four_over_six else "correction" if self.correction else None
         if chosen and self.headroom != 1.0:
             raise UserError(f"headroom {self.headroom} was asked with {chosen}; set scale.block_target instead")
+
+    def with_current_scaling(self) -> QuantSpec:
+        """The spec whose tensor amax is the tensor's own."""
+        return replace(self, scaling="current", history_rule="max", margin=0)
 
     @property
     def granularity(self) -> str:

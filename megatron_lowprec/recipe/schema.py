@@ -135,7 +135,7 @@ class LinearRecipe:
 
 
 def check_sources(gemms: Mapping[str, GemmSpec], place: str = "") -> None:
-    """Reject source fprop where fprop quantizes no such operand, or transforms it.
+    """Reject source fprop where fprop quantizes no such operand, transforms it, or forgets its scale within a step.
 
     Args:
         gemms: the three GEMMs of a layer.
@@ -147,12 +147,18 @@ def check_sources(gemms: Mapping[str, GemmSpec], place: str = "") -> None:
             quant: QuantSpec | None = getattr(gemms[gemm], operand)
             if quant is None or quant.source == "original":
                 continue
-            if gemm == "fprop" or getattr(fprop, operand) is None or fprop.hadamard is not None:
-                start, advice = (f"{place}: ", f"give {place} its own {gemm}, or ") if place else ("", "")
+            start, advice = (f"{place}: ", f"give {place} its own {gemm}, or ") if place else ("", "")
+            first: QuantSpec | None = getattr(fprop, operand)
+            if gemm == "fprop" or first is None or fprop.hadamard is not None:
                 raise UserError(
                     f"{start}{gemm}.{operand}.source is fprop, which dgrad.weight and wgrad.input can have if fprop "
                     f"quantizes the same tensor without a Hadamard transform: {advice}set {gemm}.{operand}.source="
                     "original"
+                )
+            if first.scaling == "delayed" and first.history_update == "microbatch":
+                raise UserError(
+                    f"{start}{gemm}.{operand}.source is fprop, whose scale may change before the backward pass, as "
+                    f"fprop.{operand}.history_update is microbatch: set it to step, or {gemm}.{operand}.source=original"
                 )
 
 

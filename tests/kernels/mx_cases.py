@@ -295,6 +295,15 @@ def nvfp4_recipe() -> Recipe:
     )
 
 
+def two_outputs_recipe() -> Recipe:
+    """NVFP4 of dy, transformed for both GEMMs: rounded to its dtype after the transform for wgrad only."""
+    recipe = nvfp4_recipe()
+    assert recipe.dgrad.grad_output is not None
+    dgrad = GemmSpec(grad_output=recipe.dgrad.grad_output, hadamard=HadamardSpec(16, signs="nvfp4"))
+    wgrad = replace(recipe.wgrad, input=None)
+    return Recipe("two_outputs", "", dgrad=dgrad, wgrad=wgrad)
+
+
 def quartet2_recipe() -> Recipe:
     """Quartet II but for the size of its transform: four-over-six, then corrected scales of fprop's operands."""
     forward = QuantSpec(
@@ -331,6 +340,7 @@ def linear_differences() -> list[str]:
         (get_recipe("mxfp4_rht_sr"), 5),  # a call for both directions of dy makes one for each
         (quartet2_recipe(), 9),  # twice for the operands of fprop that dgrad and wgrad take
         (nvfp4_recipe(), 5),  # one for the weight, along columns, serves both GEMMs and is made by another
+        (two_outputs_recipe(), 2),  # no call for both directions
     ):
 
         def products(recipe: Recipe = recipe) -> list[torch.Tensor]:

@@ -236,7 +236,7 @@ def test_an_alpha_on_the_device_multiplies_the_fp32_sum(
     library = ColumnMajor()
     if device == "cpu":
         monkeypatch.setattr(device_alpha, "_cublas", lambda: library)
-        monkeypatch.setattr(device_alpha, "takes", lambda *_: True)
+        monkeypatch.setattr(device_alpha, "takes", device_alpha.fits)
         monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
     alpha = torch.full((1, 1), 1 / 3, device=device)
     for a_by_rows, b_by_rows in product((True, False), repeat=2):
@@ -251,3 +251,78 @@ def test_an_alpha_on_the_device_multiplies_the_fp32_sum(
             torch.testing.assert_close(total, want, rtol=2.0**-22, atol=0.0)  # a GPU may add without rounding first
     assert device != "cpu" or library.modes == [1, 0] * 12
     assert torch.equal(torch.mm(a, b.t()), exact_product(a, b).bfloat16())
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "fits"),
+    [
+        ((24, 64), (64, 1), True),
+        ((24, 64), (96, 1), True),
+        ((24, 64), (1, 24), True),
+        ((24, 64), (1, 40), True),
+        ((1, 64), (0, 1), True),
+        ((24, 64), (0, 1), False),
+        ((24, 64), (32, 1), False),
+        ((24, 64), (1, 0), False),
+        ((24, 64), (1, 16), False),
+        ((24, 64), (1, 1), False),
+        ((24, 64), (128, 2), False),
+    ],
+)
+def test_cublas_takes_rows_and_columns_that_do_not_overlap(
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    fits: bool,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A product that does not fit is torch's, with the same bits."""
+    library = ColumnMajor()
+    monkeypatch.setattr(device_alpha, "_cublas", lambda: library)
+    monkeypatch.setattr(device_alpha, "takes", device_alpha.fits)
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
+    a, b = (fp4(*size, generator).to(BF16) for size in ((1, 4096), (40, 64)))
+    a, alpha = a.as_strided(shape, strides), torch.full((1, 1), 1 / 3)
+    for left, right in ((a, b), (b, a)):
+        assert device_alpha.fits(left, right, BF16) == fits
+        got = gemm(left, right, alpha=alpha, out_dtype=BF16)
+        assert torch.equal(got, (exact_product(left, right).float() * alpha).to(BF16))
+    assert bool(library.modes) == fits
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out", "fits"),
+    [
+        (BF16, BF16, BF16, True),
+        (BF16, BF16, FP32, True),
+        (FP32, FP32, FP32, True),
+        (FP32, FP32, BF16, False),
+        (BF16, FP32, FP32, False),
+        (FP32, BF16, BF16, False),
+        (torch.float16, torch.float16, FP32, False),
+    ],
+)
+def test_cublas_takes_dtypes_that_it_has(a: torch.dtype, b: torch.dtype, out: torch.dtype, fits: bool) -> None:
+    assert device_alpha.fits(torch.ones(8, 16, dtype=a), torch.ones(4, 16, dtype=b), out) == fits
+
+
+def test_the_dtype_of_a_product_that_is_added_is_that_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[torch.dtype]()
+    monkeypatch.setattr(device_alpha, "takes", lambda _a, _b, out_dtype: asked.append(out_dtype))
+    a, total = torch.ones(8, 16), torch.zeros(8, 8)
+    gemm(a, a, alpha=torch.ones(1, 1), out_dtype=BF16, accumulate_into=total)
+    assert asked == [FP32]
+
+
+def test_cublas_takes_no_bf16_where_torch_is_told_to_sum_in_fp32() -> None:
+    matmul, ones = torch.backends.cuda.matmul, torch.ones(8, 16)
+    before = matmul.allow_bf16_reduced_precision_reduction
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = False
+        assert not device_alpha.fits(ones.to(BF16), ones.to(BF16), BF16)
+        assert device_alpha.fits(ones, ones, FP32)
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before

@@ -11,7 +11,9 @@ from megatron_lowprec.recipe.registry import get_recipe
 from tests.kernels.interpreted import assert_no_differences
 from tests.kernels.mx_cases import Case, differences, gpu_cases, nvfp4_recipe, small_cases
 
-gpu_recipes = pytest.mark.parametrize("recipe", [get_recipe("mxfp4_rht_sr"), nvfp4_recipe()], ids=lambda one: one.name)
+gpu_recipes = pytest.mark.parametrize(
+    "recipe", [get_recipe("mxfp4_rht_sr"), nvfp4_recipe(), get_recipe("quartet2")], ids=lambda one: one.name
+)
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """The table of backends: the first row without a reason runs a GEMM, and the last row runs what is left."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.linear.backends import resolved, table
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
 from megatron_lowprec.linear.backends.hopper_fp8.why_not import why_not
@@ -117,6 +119,21 @@ def test_dy_is_quantized_once_by_a_backend_that_fuses_both_directions(
     monkeypatch.setattr(EmulatedGemms, "fuses_directions", lambda *_: True)
     layer.grad_output(dy, STEP, gemms=gemms)
     assert requests == [("emulated", CastRequest("dgrad" in gemms, "wgrad" in gemms))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fuses"), [({}, True), ({"block": 32, "signs": "none"}, False), ({"output": "fp32"}, False)]
+)
+def test_dy_of_two_transforms_is_not_quantized_in_one_cast(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], fuses: bool
+) -> None:
+    """The fused kernel has one block and one rounding of the transform for both directions."""
+    monkeypatch.setattr(dispatch, "has_mx_kernel", lambda _, rule: rule is not None)
+    recipe = get_recipe("nvfp4_all")
+    assert recipe.wgrad.hadamard is not None
+    dgrad = replace(recipe.dgrad, hadamard=replace(recipe.wgrad.hadamard, **changes))
+    emulated = LinearGemms(replace(recipe, dgrad=dgrad), LinearId(1, "x"), 0, AmaxHistory).backends.built("emulated")
+    assert emulated.fuses_directions("grad_output", torch.zeros(64, 64).bfloat16(), STEP) == fuses
 
 
 def test_a_tensor_of_two_specs_is_not_quantized_in_one_cast(monkeypatch: pytest.MonkeyPatch) -> None:

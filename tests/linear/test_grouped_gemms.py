@@ -24,6 +24,7 @@ from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.token_rows import pack_rows, unpack_rows
 from megatron_lowprec.recipe.coverage import primary_weight_spec
+from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import get_recipe
 from tests.kernels.mx_cases import nvfp4_recipe
 
@@ -31,6 +32,8 @@ STEP = RngStep(0, 0)
 TOKENS, IN, OUT = (5, 0, 150, 32), 128, 256
 ROUNDED = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-18}  # sums of another order, rounded once
 NVFP4 = nvfp4_recipe()
+GEMMS, BACKWARD = ("fprop", "dgrad", "wgrad"), ("dgrad", "wgrad")
+OF_BLOCKS = "kernels quantize blocks of 16, 32 or 64 entries with E8M0 or coded scales"
 SHARD = {"O": ShardSlice(256, gate_offset=128, gate_stride=256)}
 
 
@@ -283,13 +286,24 @@ def test_a_gemm_that_is_not_needed_does_not_run(name: str, arch: str, needed: st
     ("recipe", "out_features", "reasons"),
     [
         ("mxfp8", 256, {}),
-        ("mxfp4", 48, dict.fromkeys(("dgrad", "wgrad"), "emulated: sizes are no multiples of 32")),
-        ("fp8_current", 256, dict.fromkeys(("fprop", "dgrad", "wgrad"), "emulated: kernels quantize MX blocks of 32")),
+        ("mxfp4", 48, dict.fromkeys(BACKWARD, "emulated: sizes are no multiples of 32")),
+        ("fp8_current", 256, dict.fromkeys(GEMMS, f"emulated: {OF_BLOCKS}")),
         ("mxfp4_rht_sr", 256, {}),
+        (
+            "configs/recipes/tetrajet.yaml",
+            256,
+            dict.fromkeys(BACKWARD, "emulated: kernels do not quantize fprop's operands again"),
+        ),
+        ("quartet2", 256, dict.fromkeys(BACKWARD, "emulated: scales have no correction eden for all experts at once")),
+        (
+            "configs/recipes/ue5m3.yaml",
+            256,
+            dict.fromkeys(GEMMS, "emulated: kernels take no tensor scale from a history"),
+        ),
     ],
 )
 def test_the_reason_for_a_loop(recipe: str, out_features: int, reasons: dict[str, str]) -> None:
-    experts = [LinearGemms(get_recipe(recipe), LinearId(1, "fc1", expert), 1, AmaxHistory) for expert in range(2)]
+    experts = [LinearGemms(load_recipe(recipe), LinearId(1, "fc1", expert), 1, AmaxHistory) for expert in range(2)]
     weight, group = torch.zeros(out_features, IN).bfloat16(), GroupedLinearGemms(experts)
     assert group.why_in_a_loop("fprop", weight) == "kernels need a GPU and Triton"
     with grouped_ops():

@@ -132,7 +132,7 @@ RULES = [
     Removed(V2_SCALES, "transform of dgrad", ["dgrad.hadamard=null"], "dgrad"),
     Removed(V2_SCALES, "input of fprop in wgrad", ["wgrad.input.source=original"], "wgrad"),
     Removed("ue5m3", "UE5M3 scales", each("scale.format=e4m3", *UE5M3), "all"),
-    Removed("ue5m3", "held amax", each("scaling=current", *UE5M3), "all"),
+    Removed("ue5m3", "held amax", each("scaling=current", *UE5M3) + each("history_rule=max", *UE5M3), "all"),
     Removed("ue5m3", "stochastic dy", NEAREST, "dgrad wgrad"),
     *(Removed("ufp4", f"transform of {gemm}", [f"{gemm}.hadamard=null"], gemm) for gemm in GEMM_OPERANDS),
     Removed("ufp4", "E1M2", each("format=e2m1", "fprop.input"), "fprop"),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_lowprec import get_recipe, recipes
+from megatron_lowprec.kernels import dispatch
+from megatron_lowprec.linear.backends.emulated import dense
 from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
@@ -121,3 +125,26 @@ def test_operands_of_every_recipe_against_float64(recipe: str, chunk: int, monke
         assert (float(sums[8]), 1 / float(sums[9])) == pytest.approx((float(scales.max()), float(scales.min())))
         assert 10 < (QuantizationError.of(sums.tolist()).snr or 0.0) < 60
     assert all(torch.equal(history.newest, before[name]) for name, (history, _) in linear_gemms.histories.items())
+
+
+@pytest.mark.parametrize("output", ["fp32", "operand"])
+def test_statistics_by_the_kernel_round_the_transform_as_the_operand_does(
+    output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked(Exception):  # noqa: N818
+        pass
+
+    class Kernel:
+        @staticmethod
+        def quantize_mx(_: torch.Tensor, rule: Any, **__: object) -> None:
+            raise Asked(rule.rounds_transform)
+
+    monkeypatch.setattr(dispatch, "has_mx_kernel", lambda _, rule: rule is not None)
+    monkeypatch.setattr(dense, "load", lambda _: Kernel)
+    recipe = get_recipe("mxfp4_rht")
+    assert recipe.wgrad.hadamard is not None
+    hadamard = replace(recipe.wgrad.hadamard, signs="none", output=output)
+    recipe = replace(recipe, wgrad=replace(recipe.wgrad, hadamard=hadamard))
+    backend = LinearGemms(recipe, LinearId(1, "x"), 0, AmaxHistory).backends.built("emulated")
+    with pytest.raises(Asked, match=str(output == "operand")):
+        backend.error_stats("wgrad", "grad_output", torch.ones(64, 64).bfloat16(), RngStep(0, 0))

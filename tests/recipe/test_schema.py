@@ -43,6 +43,10 @@ NVFP4 = QuantSpec("e2m1", **E4M3_SCALES, tensor_scale=TensorScaleSpec(2688.0))
         ({"rounding": "up"}, "rounding is 'up', but must be one of nearest_even, half_away, stochastic"),
         ({"scaling": "later"}, "scaling is 'later', but must be one of current, delayed"),
         ({"history_rule": "mean"}, "history_rule is 'mean', but must be one of max, most_recent"),
+        (
+            {"history_rule": "held"},
+            "history_rule held was asked with scaling current, which keeps no history: set scaling=delayed, or",
+        ),
         ({"granularity": "32"}, "granularity is '32', but must be tensor, row or ROWSxCOLUMNS such as 1x32"),
         ({"granularity": "0x32"}, "granularity is '0x32'"),
         ({"granularity": "1x32 "}, "granularity is '1x32 '"),
@@ -234,9 +238,22 @@ def test_source_fprop_needs_an_operand_of_fprop(gemm: str, operand: str) -> None
     Recipe("r", "", fprop=GemmSpec(weight=FP8), dgrad=GemmSpec(weight=again))
 
 
+@pytest.mark.parametrize(("gemm", "operand"), [("dgrad", "weight"), ("wgrad", "input")])
+def test_source_fprop_needs_the_scale_of_fprop(gemm: str, operand: str) -> None:
+    """A history with an entry a microbatch has moved on by the backward pass; one with an entry a step has not."""
+    late = dataclasses.replace(NVFP4, scaling="delayed", history=1)
+    again, moving = dataclasses.replace(FP8, source="fprop"), dataclasses.replace(late, history_update="microbatch")
+    gemms = {gemm: GemmSpec(**{operand: again})}
+    with pytest.raises(UserError, match=rf"^{gemm}.{operand}.source is fprop, .* fprop.{operand}.history_update is m"):
+        Recipe("r", "", fprop=GemmSpec(**{operand: moving}), **gemms)
+    Recipe("r", "", fprop=GemmSpec(**{operand: late}), **gemms)
+
+
 def test_one_history_serves_a_tensor_scale() -> None:
     delayed = dataclasses.replace(NVFP4, scaling="delayed", history=50)
     assert Recipe("r", "", fprop=GemmSpec(input=delayed)).delayed_operands() == {"input": (50, "max", "step")}
+    held = dataclasses.replace(delayed, history_rule="held", margin=1)
+    assert held.with_current_scaling() == dataclasses.replace(NVFP4, history=50)
 
 
 @pytest.mark.parametrize("fields", [{"first_layers": -1}, {"last_layers": -2}])

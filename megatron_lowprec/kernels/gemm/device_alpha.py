@@ -10,14 +10,30 @@ import torch
 
 _TRANSPOSED, _AS_STORED = 1, 0  # cublasOperation_t
 _DATA_TYPES = {torch.float32: 0, torch.bfloat16: 14}  # cudaDataType_t
+_PRODUCTS = {
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16, torch.float32),
+    (torch.float32, torch.float32, torch.float32),
+}
 _COMPUTE_32F, _DEFAULT_ALGORITHM = 68, -1
 _HOST, _DEVICE = 0, 1  # cublasPointerMode_t
 
 
 def takes(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> bool:
-    """Whether ``product_`` multiplies a [M, K] and b [N, K]: on a GPU, bf16 or fp32, one dimension contiguous."""
-    stored = all(1 in each.stride() for each in (a, b)) and a.numel() > 0 and b.numel() > 0
-    return a.is_cuda and stored and {a.dtype, b.dtype, out_dtype} <= set(_DATA_TYPES) and _cublas() is not None
+    """Whether ``product_`` multiplies a [M, K] and b [N, K] into ``out_dtype``: on a GPU, if the product ``fits``."""
+    return a.is_cuda and fits(a, b, out_dtype) and _cublas() is not None
+
+
+def fits(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether cuBLAS has the dtypes and the strides, and torch's setting asks no other sums than its default.
+
+    Both operands are bf16, or both and the result fp32. One dimension is contiguous; rows and columns do not overlap.
+    """
+    if a.numel() == 0 or b.numel() == 0 or (a.dtype, b.dtype, out_dtype) not in _PRODUCTS:
+        return False
+    if a.dtype == torch.bfloat16 and not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction:
+        return False
+    return all(_layout(each, by_rows=_AS_STORED)[1] for each in (a, b))
 
 
 def product_(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor, out: torch.Tensor, *, add: bool) -> torch.Tensor:
@@ -50,10 +66,12 @@ def product_(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor, out: torch.T
 
 
 def _layout(matrix: torch.Tensor, by_rows: int) -> tuple[int, int]:
-    """Operation and pitch of a matrix; ``by_rows``: operation on one whose rows are contiguous."""
-    if matrix.stride(1) == 1:
-        return by_rows, max(matrix.stride(0), matrix.shape[1])
-    return 1 - by_rows, max(matrix.stride(1), matrix.shape[0])
+    """Operation and pitch of a matrix, 0 without one; ``by_rows``: operation on one whose rows are contiguous."""
+    for inner, operation in ((1, by_rows), (0, 1 - by_rows)):
+        size, pitch = matrix.shape[inner], matrix.stride(1 - inner)
+        if matrix.stride(inner) == 1 and (pitch >= size or matrix.shape[1 - inner] == 1):
+            return operation, max(pitch, size)
+    return by_rows, 0
 
 
 @lru_cache(maxsize=16)

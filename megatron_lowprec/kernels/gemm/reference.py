@@ -49,7 +49,8 @@ def gemm(
         if accumulate_into is not None:
             return _accumulate(a, b, alpha, accumulate_into, overwrite)
         return _product(a, b, alpha, out_dtype)
-    if a_scale is None and b_scale is None and product is None and device_alpha.takes(a, b, out_dtype):
+    stored = out_dtype if accumulate_into is None else accumulate_into.dtype
+    if a_scale is None and b_scale is None and product is None and device_alpha.takes(a, b, stored):
         assert isinstance(alpha, torch.Tensor)
         if accumulate_into is not None:
             return device_alpha.product_(a, b, alpha, accumulate_into, add=not overwrite)

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from megatron_lowprec.recipe.quant_spec import QuantSpec
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.memory.layout import Execution
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.common.rank_sizes import sequence_ranks, stream_bytes, tokens_of, width_of
+from megatron_lowprec.training.models.sizes import linear_sites, sharding
 
 
 def layer_activations(config: Config, runs: Execution | None = None, layer: int | None = None) -> dict[str, float]:
@@ -90,11 +92,26 @@ def backward_of_a_layer(config: Config, runs: Execution) -> float:
     gates = 2 if any(site.gated for site in mlp.linear_sites(config, require(config.num_layers))) else 1
     operands = 0.0
     if any(linear.wgrad.quantized or linear.dgrad.quantized for linear in runs.recipe.linear_recipes):
-        operands = 2 * gates * wide + stream  # dy, rowwise and columnwise; x
+        operands = 2 * gates * wide + _other_operand(config, runs, stream)  # dy, rowwise and columnwise; x or w
     decoded = 0.0
     if runs.recipe.activations.swiglu_input != "none":
         decoded = (1 + gates) * wide  # SwiGLU's output, and its decoded input
     return stream + (1 + gates) * wide + operands + decoded
+
+
+def _other_operand(config: Config, runs: Execution, stream: float) -> float:
+    """Bytes of x in wgrad, or of fprop's fp32 values of w in dgrad if they are more; x has such values too."""
+    x, w = stream, 0.0
+    if any(_of_fprop(linear.wgrad.input) for linear in runs.recipe.linear_recipes):
+        x += stream / width_of(config) * 4.0
+    if any(_of_fprop(linear.dgrad.weight) for linear in runs.recipe.linear_recipes):
+        sites = linear_sites(config, range(1, require(config.num_layers) + 1))
+        w = 4.0 * max(site.in_features * site.out_features / sharding(config, site).tensor_ranks for site in sites)
+    return max(x, w)
+
+
+def _of_fprop(operand: QuantSpec | None) -> bool:
+    return operand is not None and operand.source == "fprop"
 
 
 def _whole(config: Config, runs: Execution, layers: range) -> list[float]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from megatron_lowprec.linear.backends.table import native_gemms
 from megatron_lowprec.linear.backends.target import Target
+from megatron_lowprec.linear.linear_id import SIDES
+from megatron_lowprec.quantization.quantizer import mx_rule
 from megatron_lowprec.recipe.coverage import LinearSite, primary_weight_spec, why_not_gathered
 from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.recipe import Recipe
@@ -60,6 +62,20 @@ class Execution:
         ranks = sharding(config, site).tensor_ranks
         linear = self.linear(config, site.layer_number, site.name)
         return native_gemms(linear, Target(self.arch, *site.sizes_on_rank(ranks)))
+
+    def shares_weight(self, config: Config, site: LinearSite) -> bool:
+        """Whether one cast on a GPU gives emulated fprop and dgrad one copy of the weight: of square blocks.
+
+        A group of experts has a copy for each GEMM.
+        """
+        shards, linear = sharding(config, site), self.linear(config, site.layer_number, site.name)
+        spec, transformed = linear.fprop.weight, linear.fprop.hadamard or linear.dgrad.hadamard
+        if not self.fused or shards.experts or spec is None or spec != linear.dgrad.weight or transformed:
+            return False
+        if not self.native_gemms(config, site).isdisjoint(SIDES["weight"]):
+            return False
+        rule, (in_features, _) = mx_rule(spec), site.sizes_on_rank(shards.tensor_ranks)
+        return rule is not None and rule.shares_directions and in_features % rule.block == 0
 
 
 def stage_layers(config: Config, stage: int) -> range:

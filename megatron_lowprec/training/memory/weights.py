@@ -135,6 +135,8 @@ def _kept_weights(config: Config, runs: Execution, gpus: int, stage: int) -> flo
         kept = weights_of_all_microbatches(linear)
         if runs.keeps_primary_weights(config):  # only a transposed copy, which native GEMMs read
             kept = ["dgrad"] if "dgrad" in native else []
+        elif len(kept) > 1 and runs.shares_weight(config, site):
+            kept = kept[:1]
         total += weights * sum(1 if name in native else width_of(config) for name in kept)
     return total
 

@@ -54,7 +54,7 @@ def _stochastic_operands(recipe: Recipe) -> Iterator[tuple[str, str, QuantSpec]]
 
 def _check_unbiased(gemm: str, operand: str, spec: QuantSpec, dtype: torch.dtype, device: torch.device) -> None:
     """Draw one operand several times, by a GEMM with the identity."""
-    plain = replace(spec, scaling="current", margin=0, source="original", correction=None)
+    plain = replace(spec.with_current_scaling(), source="original", correction=None)
     quantized: dict[str, Any] = {operand: plain}
     alone: dict[str, Any] = {gemm: GemmSpec(**quantized)}
     size = math.lcm(128, *(spec.block or ()))

@@ -347,26 +347,41 @@ def test_gradients_in_bf16_are_copied_for_the_update() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "copies"),
+    ("recipe", "copies", "on_gpu"),
     [
-        ("bf16", 0),
-        ("mxfp8", 2),
-        ("mxfp4", 1),
-        ("mxfp4_rht_sr", 0),
-        ("fp8_mxfp4_rht_sr", 1),
-        ("nvfp4_all", 2),
-        ("quartet2", 1),
+        ("bf16", 0, 0),
+        ("mxfp8", 2, 2),
+        ("mxfp8_2d", 2, 1),
+        ("mxfp4", 1, 1),
+        ("mxfp4_rht_sr", 0, 0),
+        ("fp8_mxfp4_rht_sr", 1, 1),
+        ("nvfp4_all", 2, 1),
+        ("nvfp4_four_over_six", 1, 1),  # two in one layer of two: a block has its errors summed in two orders
+        ("quartet2", 1, 1),
     ],
 )
-def test_quantized_weights_are_kept_for_several_microbatches(recipe: str, copies: int) -> None:
+def test_quantized_weights_are_kept_for_several_microbatches(recipe: str, copies: int, on_gpu: int) -> None:
     linears = 2 * 12 * 128**2  # two layers
     config = small(global_batch_size=16, recipe=recipe)
     several = plan(config, load_recipe(recipe), VOCABULARY, 1, arch="cpu")
     assert several.resident["kept quantized weights"] == copies * linears * 2
     native = plan(config, load_recipe(recipe), VOCABULARY, 1, arch="sm90")
-    assert native.resident["kept quantized weights"] == copies * linears * (1 if recipe.startswith("fp8") else 2)
+    assert native.resident["kept quantized weights"] == on_gpu * linears * (1 if recipe.startswith("fp8") else 2)
     one = plan(small(recipe=recipe), load_recipe(recipe), VOCABULARY, 1)
     assert one.resident["kept quantized weights"] == 0
+
+
+def test_operands_of_fprop_are_fp32_while_they_are_quantized_again() -> None:
+    """x of wgrad beside its operand; w of dgrad, before x is there, counts where it is larger."""
+
+    def backward(batch: int, *overrides: str) -> float:
+        config = small(recipe="nvfp4_all", micro_batch_size=batch, global_batch_size=batch)
+        return plan(config, load_recipe("nvfp4_all", overrides), VOCABULARY, 1).transient["backward"]
+
+    for batch in (1, 64):
+        entries, plain = batch * SIZES["seq_length"] * 128, backward(batch)
+        assert backward(batch, "wgrad.input.source=fprop", "wgrad.hadamard.output=fp32") - plain == 4 * entries
+        assert backward(batch, "dgrad.weight.source=fprop") - plain == max(0, 4 * 512 * 128 - 2 * entries)
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

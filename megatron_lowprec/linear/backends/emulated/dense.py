@@ -155,8 +155,8 @@ class EmulatedGemms(GemmBackend):
         if spec is None or not isinstance(matrix, torch.Tensor) or matrix.stride(1) != 1:
             return False
         transforms = [self.transform(gemm, rng_step) for gemm in (by_row, by_column)]
-        if len({one.block for one in transforms if one is not None}) > 1:
-            return False
+        if len({(one.block, one.spec.output) for one in transforms if one is not None}) > 1:
+            return False  # one kernel has one of each
         rule = mx_rule(spec, _transform_spec(*transforms))
         together = rule is not None and (rule.block_rows == 1 or rule.shares_directions)
         return together and fuses_mx(matrix, rule, _transform_block(*transforms))
@@ -196,7 +196,8 @@ class EmulatedGemms(GemmBackend):
         rounded = matrix if spec.source == "original" else self._of_fprop(tensor, matrix, rng_step)
         columnwise = name == SIDES[tensor][1]
         operand, rounded = (each.t() if columnwise else each for each in (matrix, rounded))
-        rule = mx_rule(spec) if spec.scale_format == "e8m0" else None  # statistics take codes with E8M0 scales
+        takes_codes = spec.scale_format == "e8m0"  # statistics take codes with these scales
+        rule = mx_rule(spec, _transform_spec(transform)) if takes_codes else None
         if fuses_mx(rounded, rule, _transform_block(transform), codes=True):
             source, arguments = self._mx_arguments(name, tensor, rounded, rng_step)
             cast = load("quantize").quantize_mx(source, rule, **arguments, codes=True)

@@ -27,12 +27,19 @@ if TYPE_CHECKING:
     from megatron_lowprec.linear.linear_gemms import LinearGemms
 
 
-def has_grouped_kernels(spec: QuantSpec | None) -> bool:
-    """Whether an operand is quantized for all experts by the fused kernel, or not at all."""
+def why_not_grouped(spec: QuantSpec | None) -> str | None:
+    """Reason why the fused kernel does not quantize an operand for all experts; None where it does, or nothing does."""
     if spec is None:
-        return True
-    from_history = spec.tensor_scale is not None and spec.scaling == "delayed"
-    return mx_rule(spec) is not None and spec.source == "original" and not from_history
+        return None
+    if spec.source == "fprop":
+        return "kernels do not quantize fprop's operands again"
+    if spec.tensor_scale is not None and spec.scaling == "delayed":
+        return "kernels take no tensor scale from a history"
+    if spec.correction is not None:
+        return f"scales have no correction {spec.correction} for all experts at once"
+    if mx_rule(spec) is None:
+        return "kernels quantize blocks of 16, 32 or 64 entries with E8M0 or coded scales"
+    return None
 
 
 class GroupedEmulatedGemms(GroupedBackend):
@@ -59,8 +66,8 @@ class GroupedEmulatedGemms(GroupedBackend):
         specs = [self._first.specs[gemm, tensor] for tensor in GEMM_OPERANDS[gemm]]
         transform = self._first.transforms.of(gemm)
         quantized = [spec is not None for spec in specs]
-        if not all(map(has_grouped_kernels, specs)):
-            return "kernels quantize blocks of 16, 32 or 64 entries with E8M0 or coded scales"
+        if (reason := next(filter(None, map(why_not_grouped, specs)), None)) is not None:
+            return reason
         if gemm in self._first.products:
             return "the product emulates Hopper's accumulator"
         if (any(quantized) or transform is not None) and not all(quantized):

@@ -85,7 +85,7 @@ MAY_IMPORT = {
         ),
         *("text_tables", "training"),
     },
-    "conformance": {"errors", "formats", "kernels", "quantization", "recipe", "scaling", "shipped"},
+    "conformance": {"errors", "files", "formats", "kernels", "quantization", "recipe", "scaling", "shipped"},
     # command lines, each over the parts that it runs
     "commands": {
         "conformance",

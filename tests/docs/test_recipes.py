@@ -136,7 +136,8 @@ def test_fields_of_an_operand() -> None:
     assert list(table) == list(fields)
     assert table.pop("tensor_scale.target")[1] == "none"  # required where there is a tensor scale
     for name, (values, default, *_) in table.items():
-        wanted = "required" if fields[name].default is dataclasses.MISSING else str(fields[name].default)
+        value = fields[name].default
+        wanted = "required" if value is dataclasses.MISSING else "null" if value is None else str(value)
         assert default == wanted, name
         if typing.get_origin(hints[name]) is typing.Literal:
             assert values.split(", ") == list(typing.get_args(hints[name])), name

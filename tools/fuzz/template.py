@@ -26,7 +26,7 @@ def template(folder: Path) -> Path:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     for command in (
         ["-m", "megatron_lowprec.training.driver", *TINY, "--mock-data", "--save", str(folder / "run")],
-        ["-m", "megatron_lowprec.commands.export_hf", "--load", str(folder / "run"), "--out", str(folder / "hf")],
+        ["-m", "megatron_lowprec", "export", "--load", str(folder / "run"), "--out", str(folder / "hf")],
     ):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", *command],
@@ -37,5 +37,7 @@ def template(folder: Path) -> Path:
         )
         if done.returncode:
             raise UserError(f"the small run failed: {done.stderr.strip()}")
+    if not (folder / "hf").exists():
+        raise UserError("the small run was not exported: no hf folder was written")
     shutil.rmtree(folder / "run" / "tensorboard", ignore_errors=True)
     return folder

@@ -55,8 +55,7 @@ from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.tables import Table, all_groups, gradient_norms, quality
 from megatron_lowprec.report.tables import claims as claims_table
 from megatron_lowprec.shipped import find, names_in
-from megatron_lowprec.te.factory import NVFP4_FLAGS, why_no_factory
-from megatron_lowprec.te.te_config import find_te_config
+from megatron_lowprec.te.factory import own_flags, why_no_factory
 from megatron_lowprec.te.translation import KINDS, builtin_kind, by_place_or_time, why_not
 from megatron_lowprec.text_tables import markdown_table
 from megatron_lowprec.training.config.arguments import build_parser, choices_of_flags
@@ -285,15 +284,14 @@ def _in_transformer_engine(recipe: Recipe) -> tuple[str, str, str, str]:
         return "no", "no", "no", reason
     if not recipe.quantized:
         return "not needed", "not needed", "none needed", ""
-    config, kind = find_te_config(recipe), builtin_kind(recipe)
+    flags, kind = own_flags(recipe), builtin_kind(recipe)
     recipe_class = "CustomRecipe" if kind is None else KINDS[kind].recipe_class
     missing = why_no_factory(recipe)
-    own_fp4 = kind == "nvfp4" and by_place_or_time(recipe) is None
     return (
         f"`{recipe_class}`" if by_place_or_time(recipe) is None else "no",
         "yes" if missing is None else "no",
-        f"`{config.flags()}`" if config is not None else f"`{NVFP4_FLAGS}`" if own_fp4 else "no",
-        "" if own_fp4 else missing or "",
+        "no" if flags is None else f"`{flags}`",
+        missing or "",
     )
 
 

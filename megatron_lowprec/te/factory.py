@@ -11,7 +11,15 @@ from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.schema import QuantSpec
 from megatron_lowprec.te.imports import import_te
 from megatron_lowprec.te.te_config import find_te_config
-from megatron_lowprec.te.translation import accumulation_fault, by_place_or_time, directions, kind_of, kinds_of, why_not
+from megatron_lowprec.te.translation import (
+    accumulation_fault,
+    builtin_kind,
+    by_place_or_time,
+    directions,
+    kind_of,
+    kinds_of,
+    why_not,
+)
 
 _LINEARS = ("linear", "grouped_linear")
 
@@ -87,9 +95,6 @@ def quantizer_factory(recipe: RecipeLike) -> QuantizerFactory:
     return QuantizerFactory(recipe)
 
 
-NVFP4_FLAGS = "--fp4-format e2m1 --fp4-recipe nvfp4"
-
-
 def why_no_factory(recipe: Recipe) -> str | None:
     """Reason why the recipe does not run by Megatron-LM's ``--fp8-recipe custom``; None if it does.
 
@@ -97,7 +102,7 @@ def why_no_factory(recipe: Recipe) -> str | None:
         recipe: one that TransformerEngine has quantizers for.
     """
     if "nvfp4" in kinds_of(recipe) and by_place_or_time(recipe) is None:
-        return f"NVFP4 is Megatron-LM's own recipe there, by {NVFP4_FLAGS}"
+        return "NVFP4 is Megatron-LM's own recipe there"
     if "delayed" in kinds_of(recipe):
         return "amax windows would advance once a layer, since Megatron-core enters an FP8 context for each layer"
     if (what := by_place_or_time(recipe)) is not None:
@@ -105,11 +110,21 @@ def why_no_factory(recipe: Recipe) -> str | None:
     return accumulation_fault(recipe)
 
 
-def _instead(recipe: Recipe) -> str:
+def own_flags(recipe: Recipe) -> str | None:
+    """Megatron-LM's own flags for the recipe, after the environment variables that must be set; None without such.
+
+    Args:
+        recipe: one that TransformerEngine has quantizers for.
+    """
+    if builtin_kind(recipe) == "nvfp4" and by_place_or_time(recipe) is None:
+        return "--fp4-format e2m1 --fp4-recipe nvfp4"
     found = find_te_config(recipe)
-    if found is None:
-        return "choose a recipe without that"
-    return f"run it by Megatron-LM's own flags: {found.flags()}"
+    return None if found is None else found.flags()
+
+
+def _instead(recipe: Recipe) -> str:
+    flags = own_flags(recipe)
+    return "choose a recipe without that" if flags is None else f"run it by Megatron-LM's own flags: {flags}"
 
 
 def quantizer_of(quant: QuantSpec | None) -> Any:

@@ -122,7 +122,7 @@ class GroupedLinearGemms:
         backend = self._built[row]
         if backend is None:
             return f"{row} has no kernels for experts"
-        reasons = [backend.why_not(gemm, weight) for gemm in together]
+        reasons = (backend.why_not(gemm, weight) for gemm in together)
         return next((f"{row}: {reason}" for reason in reasons if reason is not None), None)
 
     def forward(

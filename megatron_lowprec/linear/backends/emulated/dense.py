@@ -16,7 +16,7 @@ from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
 from megatron_lowprec.kernels.gemm.reference import Product, gemm
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import block_amax, scale_blocks
-from megatron_lowprec.kernels.quantize.rule import Direction
+from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule
 from megatron_lowprec.linear.backends.protocol import (
     CastRequest,
     GemmBackend,
@@ -96,10 +96,11 @@ class EmulatedGemms(GemmBackend):
         by_column = None if other is None else self.transform(other, rng_step)
         rule = mx_rule(spec, _transform_spec(transform, by_column))
         if fuses_mx(operand, rule, _transform_block(transform, by_column), codes):
-            read, arguments = self._mx_arguments(name, tensor, operand, rng_step, other)
-            cast = load("quantize").quantize_mx(read, rule, **arguments, codes=codes, out_dtype=matrix.dtype)
-            data, scale, of_tensor = cast.direction(read is operand)
-            data = stored_codes(data, spec, matrix.dtype) if codes else data
+            ways = {name: transform} if other is None else {name: transform, other: by_column}
+            cast = self._cast(tensor, operand, rule, ways, rng_step, codes=codes, out_dtype=matrix.dtype)
+            made, scale, of_tensor = cast.direction(operand.stride(1) == 1)
+            assert made is not None
+            data = stored_codes(made, spec, matrix.dtype) if codes else made
             quantized = _quantized(matrix, spec, rowwise, data, transform, scale, of_tensor)
             if other is not None:
                 quantized.columnwise_data, _, quantized.columnwise_tensor_scale = cast.direction(False)
@@ -123,9 +124,9 @@ class EmulatedGemms(GemmBackend):
         rule = mx_rule(spec)
         fuses = rule is not None and rule.target is not None and fuses_mx(matrix, rule)
         if fuses and spec.headroom == 1.0 and self.transform("fprop", rng_step) is None:
-            read, arguments = self._mx_arguments("fprop", tensor, matrix, rng_step)
-            cast = load("quantize").quantize_mx(read, rule, **arguments, whole=True, out_dtype=torch.float32)
-            values: torch.Tensor = cast.direction(read is matrix)[0]
+            cast = self._cast(tensor, matrix, rule, {"fprop": None}, rng_step, whole=True, out_dtype=torch.float32)
+            values = cast.direction(matrix.stride(1) == 1)[0]
+            assert values is not None
             return values
         request = CastRequest(True, False, update_amax=False, codes=spec.tensor_scale is not None)
         return self.quantize(tensor, matrix, rng_step, request)[0].dequantize()
@@ -199,9 +200,8 @@ class EmulatedGemms(GemmBackend):
         takes_codes = spec.scale_format == "e8m0"  # statistics take codes with these scales
         rule = mx_rule(spec, _transform_spec(transform)) if takes_codes else None
         if fuses_mx(rounded, rule, _transform_block(transform), codes=True):
-            source, arguments = self._mx_arguments(name, tensor, rounded, rng_step)
-            cast = load("quantize").quantize_mx(source, rule, **arguments, codes=True)
-            data, scale, _ = cast.direction(source is rounded)
+            cast = self._cast(tensor, rounded, rule, {name: transform}, rng_step, codes=True)
+            data, scale, _ = cast.direction(rounded.stride(1) == 1)
             signs = None if transform is None else transform.scaled_signs(matrix.device).sign()
             return error_stats(operand, QuantizedTensor(operand.shape, operand.dtype, spec, data, scale), signs=signs)
         made = quantize_by_reference(
@@ -214,32 +214,43 @@ class EmulatedGemms(GemmBackend):
         """The GEMM's Hadamard transform at an RNG step."""
         return self.transforms.at(name, rng_step)
 
-    def _mx_arguments(
-        self, name: str, tensor: str, operand: torch.Tensor, rng_step: RngStep, other: str | None = None
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Arguments of the fused kernel: the operand or its transpose, whose rows are contiguous; all besides the rule.
+    def _cast(
+        self,
+        tensor: str,
+        operand: torch.Tensor,
+        rule: MxRule | None,
+        transforms: dict[str, Transform | None],
+        rng_step: RngStep,
+        **options: Any,
+    ) -> MxCast:
+        """The operand by the fused kernel, which reads rows that are contiguous: its own, or its transpose's.
 
         Args:
             operand: [R, K], contracted dimension last, rows or columns contiguous.
-            other: the GEMM that uses the tensor's columnwise data, to quantize it too; its rows are contiguous then.
+            rule: one that the kernel has.
+            transforms: of the operand's GEMM; with a second GEMM, that of the columnwise data, which are quantized too.
+                Rows are contiguous then.
+            options: further arguments of ``quantize_mx``.
         """
-        spec, stream, by_rows = self.specs[name, tensor], self.rounding[name, tensor], operand.stride(1) == 1
+        (name, *_), by_rows, device = transforms, operand.stride(1) == 1, operand.device
+        spec, stream = self.specs[name, tensor], self.rounding[name, tensor]
         assert spec is not None
-        transforms = [None if gemm is None else self.transform(gemm, rng_step) for gemm in (name, other)]
-        direction, second = (
-            None if gemm is None else self._direction(gemm, tensor, transform, operand.device)
-            for gemm, transform in zip((name, other), transforms, strict=True)
-        )
-        rule, spans = mx_rule(spec, _transform_spec(*transforms)), (stream.row_span, stream.column_span)
         assert rule is not None
-        read = operand if by_rows else operand.t()
-        ways = (direction, second) if by_rows else (second, direction)
-        delayed = self._amax_in_effect(tensor) if spec.scaling == "delayed" else None
-        return read, {
-            **with_amaxes(read, rule, *ways, known=delayed, reduce_amax=self.reduction(name, tensor)),
-            "rng_step": device_rng_step(rng_step, operand.device),
-            "spans": spans if by_rows else spans[::-1],
-        }
+        found = [self._direction(gemm, tensor, transform, device) for gemm, transform in transforms.items()]
+        direction, second = found if len(found) > 1 else (*found, None)
+        read, ways = (operand, (direction, second)) if by_rows else (operand.t(), (second, direction))
+        spans = (stream.row_span, stream.column_span)
+        cast: MxCast = load("quantize").quantize_mx(
+            read,
+            rule,
+            **with_amaxes(
+                read, rule, *ways, known=self._known_amax(tensor, spec), reduce_amax=self.reduction(name, tensor)
+            ),
+            rng_step=device_rng_step(rng_step, device),
+            spans=spans if by_rows else spans[::-1],
+            **options,
+        )
+        return cast
 
     def _direction(self, name: str, tensor: str, transform: Transform | None, device: torch.device) -> Direction:
         signs = None if transform is None else transform.scaled_signs(device)
@@ -253,19 +264,18 @@ class EmulatedGemms(GemmBackend):
         spec = self.specs[name, tensor]
         return None if spec is None else self._amax.reduction(name, tensor, spec)
 
-    def _amax_in_effect(self, tensor: str) -> torch.Tensor:
-        """fp32 amax of a tensor with delayed scaling, from its history."""
+    def _known_amax(self, tensor: str, spec: QuantSpec) -> torch.Tensor | None:
+        """fp32 amax of a tensor with delayed scaling, from its history; None under current scaling."""
+        if spec.scaling != "delayed":
+            return None
         history, slot = self._amax.histories[tensor]
         return history.in_effect[slot]
 
     def _arguments(self, name: str, tensor: str, spec: QuantSpec, rng_step: RngStep) -> dict[str, Any]:
         """Arguments of ``quantize_by_reference`` other than matrix, spec and transform."""
-        amax = None
-        if spec.scaling == "delayed":
-            amax = self._amax_in_effect(tensor)
         return {
             "random": self.rounding[name, tensor].at(rng_step),
-            "tensor_amax": amax,
+            "tensor_amax": self._known_amax(tensor, spec),
             "reduce_amax": self.reduction(name, tensor),
         }
 

@@ -11,14 +11,12 @@ import torch
 from megatron_lowprec.conformance.vectors import Case, Group, Tensors
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import parse_json
-from megatron_lowprec.formats import FORMATS, Format
-from megatron_lowprec.kernels.quantize.reference import decode
+from megatron_lowprec.formats import E8M0_NAN, FORMATS, Format
+from megatron_lowprec.kernels.quantize.elements import decode, unpacked
 
 Adapter = Callable[[str, str, torch.Tensor | None, Tensors, dict[str, str]], Mapping[str, torch.Tensor] | None]
 """(case, group, x, given, metadata) -> results by their keys, or None for a quantizer that the project lacks."""
 _CODES = re.compile(r"codes(_t)?$")
-NAN_SCALE = 255
-"""E8M0 byte of a block with an entry that is not finite; its codes are not compared."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def _differing(case: Case, group: Group, key: str, expected: torch.Tensor, got: 
     packed = _is_packed(group, key, expected)
     fmt, want, have = _format(case, key, packed), expected, got
     if packed:
-        want, have = (torch.stack((each & 0xF, each >> 4), dim=-1).flatten(-2) for each in (want, have))
+        want, have = unpacked(want), unpacked(have)
     if fmt is not None:
         wrong, want, have = want != have, decode(want, fmt), decode(have, fmt)
     else:
@@ -120,7 +118,7 @@ def _excused(group: Group, key: str, shape: torch.Size) -> torch.Tensor:
     marks = [mark != 0 for name, mark in group.marks.items() if name.rpartition(".")[0] == of]
     if "scale" not in key:
         scale = group.results.get(f"{of}.scale_e8m0" if of else "scale_e8m0")
-        marks += [] if scale is None else [scale == NAN_SCALE]
+        marks += [] if scale is None else [scale == E8M0_NAN]
     found = torch.zeros(shape, dtype=torch.bool)
     for mark in marks:
         if mark.dim() == len(shape) and all(size >= marked for size, marked in zip(shape, mark.shape, strict=True)):
@@ -157,6 +155,6 @@ def _shown(value: torch.Tensor, fmt: Format | None, packed: bool) -> str:
     """A number; a code in hexadecimal, with its value."""
     if fmt is None:
         return f"{value.item():.9g}" if value.is_floating_point() else str(value.item())
-    codes = [int(value) & 0xF, int(value) >> 4] if packed else [int(value)]
-    values = decode(torch.tensor(codes), fmt).tolist()
+    codes = unpacked(value.view(1)) if packed else value
+    values = decode(codes.view(-1), fmt).tolist()
     return f"{int(value):#04x} ({', '.join(f'{each:g}' for each in values)})"

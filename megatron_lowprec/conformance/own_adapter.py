@@ -6,10 +6,9 @@ import json
 
 import torch
 
-from megatron_lowprec.conformance.reference_vectors import operand_results
+from megatron_lowprec.conformance.reference_vectors import operand_results, transformed
 from megatron_lowprec.conformance.vectors import Tensors
 from megatron_lowprec.formats import ELEMENT_FORMATS, FORMATS
-from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale, encode, round_to_format
 from megatron_lowprec.quantization.quantizer import quantize, quantize_by_reference
 from megatron_lowprec.recipe.quant_spec import QuantSpec, ScaleSpec, TensorScaleSpec
@@ -54,8 +53,7 @@ def _operand(x: torch.Tensor, given: Tensors, meta: dict[str, str]) -> Tensors:
     x, given = x.to(device), {key: value.to(device) for key, value in given.items()}
     hadamard = json.loads(meta.get("hadamard", "{}"))
     if hadamard:
-        transformed = hadamard_transform(x, given["sign"].float())
-        x = transformed.to(x.dtype) if hadamard["output"] == "operand" else transformed
+        x = transformed(x, given["sign"], hadamard["output"])
     group, noise = hadamard.get("block"), given.get("noise")
     if "amax" in given:
         made = quantize_by_reference(x, spec, noise, tensor_amax=given["amax"], group=group)

@@ -17,6 +17,7 @@ import torch
 from megatron_lowprec.conformance.vectors import Case, Group, Tensors
 from megatron_lowprec.formats import ELEMENT_FORMATS, FORMATS, Format
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
+from megatron_lowprec.kernels.quantize.elements import packed
 from megatron_lowprec.kernels.quantize.reference import (
     decode,
     e8m0_decode_scale,
@@ -132,8 +133,7 @@ def _operand_group(name: str, spec: QuantSpec, hadamard: HadamardSpec | None) ->
         drawn = 1 - 2 * (_hashed(hadamard.block, 6) >> 8 & 1)
         signs = drawn if hadamard.signs == "random" else torch.tensor(hadamard.fixed_signs)
         given["sign"] = signs.to(torch.int8)
-        matrix = hadamard_transform(x, signs.float())
-        matrix = matrix.to(x.dtype) if hadamard.output == "operand" else matrix
+        matrix = transformed(x, given["sign"], hadamard.output)
     if spec.random:
         bits = _hashed(x.numel(), 7).view(x.shape) >> 32 - spec.random_bits
         given["noise"] = (bits + 0.5).float() / 2**spec.random_bits
@@ -149,13 +149,19 @@ def _operand_group(name: str, spec: QuantSpec, hadamard: HadamardSpec | None) ->
     return Group(name, x, given, operand_results(spec, data, scale, of_tensor))
 
 
+def transformed(x: torch.Tensor, sign: torch.Tensor, output: str) -> torch.Tensor:
+    """x [R, K] behind a Hadamard transform by these signs; ``output`` as in ``HadamardSpec``."""
+    matrix = hadamard_transform(x, sign.float())
+    return matrix.to(x.dtype) if output == "operand" else matrix
+
+
 def operand_results(
     spec: QuantSpec, data: torch.Tensor, scale: torch.Tensor, of_tensor: torch.Tensor | None
 ) -> Tensors:
     """Results by their keys, from data [R, K] on the format's grid and decode scales: codes of 4 bits two a byte."""
     codes = encode(data, FORMATS[spec.format])
     if FORMATS[spec.format].bits == 4:
-        codes = codes[:, ::2] | codes[:, 1::2] << 4
+        codes = packed(codes)
     key = "scale_inv" if spec.scale_format == "fp32" else f"scale_{spec.scale_format}"
     return {"codes": codes, key: scale} | ({} if of_tensor is None else {"tensor_scale": of_tensor})
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_lowprec.conformance.reference_vectors import recipe_operands
+from megatron_lowprec.conformance.reference_vectors import Operand, recipe_operands
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.lab.experiment import Lab, Result, Table
 from megatron_lowprec.lab.fp4_schemes import FP4_SCHEMES
@@ -26,7 +26,6 @@ from megatron_lowprec.text_tables import Column
 
 ROWS, COLUMNS = 16, 1024
 SEEDS, DRAWS = 8, 16
-Operand = tuple[QuantSpec, HadamardSpec | None]
 
 
 def operands() -> dict[str, Operand]:

@@ -11,6 +11,7 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import fuses_mx, load
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.coded_scale import CodedOptions
+from megatron_lowprec.kernels.quantize.elements import unpacked
 from megatron_lowprec.kernels.quantize.reference import (
     Uniform,
     block_amax,
@@ -98,8 +99,7 @@ def mx_rule(spec: QuantSpec, transform: HadamardSpec | None = None) -> MxRule | 
         return None
     if spec.correction is not None and transform is None:
         return None
-    random = "stochastic" in (spec.rounding, spec.scale.rounding)
-    (rows, block), square = spec.block, spec.block[0] == spec.block[1] and not random
+    (rows, block), square = spec.block, spec.block[0] == spec.block[1] and not spec.random
     if block not in MX_BLOCKS or not (rows == 1 or square):
         return None
     margin = spec.margin if spec.scaling == "delayed" else 0
@@ -165,7 +165,7 @@ def _quantize_by_kernel(
     codes, scale, of_tensor = cast.direction(by_rows)
     assert codes is not None
     if FORMATS[spec.format].bits == 4:
-        codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)
+        codes = unpacked(codes)
     return codes[:, : matrix.shape[1]], scale, of_tensor
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from megatron_lowprec.formats import FORMATS, Format
+from megatron_lowprec.kernels.quantize.elements import packed
 from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale, encode, scale_blocks
 from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec
 from megatron_lowprec.scaling import granularity_of
@@ -148,8 +149,7 @@ class QuantizedTensor:
             raise ValueError(
                 f"two codes a byte need a 4-bit format and even K, got {self.format.name}, {data.shape[1]}"
             )
-        codes = encode(data, self.format)
-        return codes[:, ::2] | (codes[:, 1::2] << 4)
+        return packed(encode(data, self.format))
 
     @property
     def scale(self) -> torch.Tensor:

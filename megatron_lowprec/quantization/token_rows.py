@@ -6,6 +6,7 @@ import torch
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.format_dtypes import DTYPES
+from megatron_lowprec.kernels.quantize.elements import unpacked
 from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.recipe.fp8_dispatch import code_bytes, scales_of_token
@@ -55,7 +56,7 @@ def stored_codes(codes: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -> to
     if fmt.name in DTYPES:
         return codes.view(DTYPES[fmt.name])
     if fmt.bits == 4:
-        codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)
+        codes = unpacked(codes)
     return decode(codes, fmt).to(dtype)
 
 

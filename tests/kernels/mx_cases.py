@@ -18,6 +18,7 @@ from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.quantize.coded_scale import PLAIN, CodedOptions
+from megatron_lowprec.kernels.quantize.elements import unpacked
 from megatron_lowprec.kernels.quantize.reference import encode, quantize_operand, scale_blocks, tensor_scale
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep, stream_key
@@ -168,7 +169,7 @@ def differences(case: Case, device: str) -> list[str]:
             elements, scale = wanted[way][:2]
             codes, want = out, encode(elements, fmt)
             if fmt.bits == 4:
-                codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)
+                codes = unpacked(codes)
             sign_of_nan = elements.isnan() & ((codes ^ want) == 1 << (fmt.bits - 1))
             lines += difference(f"{case} codes along {way}", (codes == want) | sign_of_nan, codes, want)
             lines += difference(f"{case} scales along {way}", out_scale == scale, out_scale, scale)

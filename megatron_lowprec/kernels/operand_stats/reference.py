@@ -7,6 +7,7 @@ from torch.nn.functional import pad
 from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.chunks import row_chunks
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
+from megatron_lowprec.kernels.quantize.elements import unpacked
 from megatron_lowprec.kernels.quantize.reference import block_amax, decode, e8m0_decode_scale, scale_blocks
 
 SUMS, MAXIMA = 7, 3
@@ -88,5 +89,5 @@ def _values(data: torch.Tensor, fmt: Format | None) -> torch.Tensor:
     if fmt is None or data.is_floating_point():
         return data.float()
     if fmt.bits == 4:
-        data = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(1)
+        data = unpacked(data)
     return decode(data, fmt)

@@ -76,6 +76,16 @@ def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     return codes.to(torch.uint8 if fmt.bits <= 8 else torch.int16)
 
 
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., K / 2] of 4-bit codes [..., K]: entry 2i in the low bits."""
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def unpacked(codes: torch.Tensor) -> torch.Tensor:
+    """4-bit codes [..., K] of ``packed`` ones, uint8 [..., K / 2]."""
+    return torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
+
+
 def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Codes of ``encode`` -> fp32 values, special codes included."""
     c = codes.to(torch.int32)

@@ -97,7 +97,8 @@ class EmulatedGemms(GemmBackend):
         rule = mx_rule(spec, _transform_spec(transform, by_column))
         if fuses_mx(operand, rule, _transform_block(transform, by_column), codes):
             ways = {name: transform} if other is None else {name: transform, other: by_column}
-            cast = self._cast(tensor, operand, rule, ways, rng_step, codes=codes, out_dtype=matrix.dtype)
+            arguments = self._cast_arguments(tensor, operand, rule, ways, rng_step)
+            cast: MxCast = load("quantize").quantize_mx(**arguments, codes=codes, out_dtype=matrix.dtype)
             made, scale, of_tensor = cast.direction(operand.stride(1) == 1)
             assert made is not None
             data = stored_codes(made, spec, matrix.dtype) if codes else made
@@ -124,7 +125,8 @@ class EmulatedGemms(GemmBackend):
         rule = mx_rule(spec)
         fuses = rule is not None and rule.target is not None and fuses_mx(matrix, rule)
         if fuses and spec.headroom == 1.0 and self.transform("fprop", rng_step) is None:
-            cast = self._cast(tensor, matrix, rule, {"fprop": None}, rng_step, whole=True, out_dtype=torch.float32)
+            arguments = self._cast_arguments(tensor, matrix, rule, {"fprop": None}, rng_step)
+            cast: MxCast = load("quantize").quantize_mx(**arguments, whole=True, out_dtype=torch.float32)
             values = cast.direction(matrix.stride(1) == 1)[0]
             assert values is not None
             return values
@@ -200,7 +202,8 @@ class EmulatedGemms(GemmBackend):
         takes_codes = spec.scale_format == "e8m0"  # statistics take codes with these scales
         rule = mx_rule(spec, _transform_spec(transform)) if takes_codes else None
         if fuses_mx(rounded, rule, _transform_block(transform), codes=True):
-            cast = self._cast(tensor, rounded, rule, {name: transform}, rng_step, codes=True)
+            arguments = self._cast_arguments(tensor, rounded, rule, {name: transform}, rng_step)
+            cast: MxCast = load("quantize").quantize_mx(**arguments, codes=True)
             data, scale, _ = cast.direction(rounded.stride(1) == 1)
             signs = None if transform is None else transform.scaled_signs(matrix.device).sign()
             return error_stats(operand, QuantizedTensor(operand.shape, operand.dtype, spec, data, scale), signs=signs)
@@ -214,23 +217,23 @@ class EmulatedGemms(GemmBackend):
         """The GEMM's Hadamard transform at an RNG step."""
         return self.transforms.at(name, rng_step)
 
-    def _cast(
+    def _cast_arguments(
         self,
         tensor: str,
         operand: torch.Tensor,
         rule: MxRule | None,
         transforms: dict[str, Transform | None],
         rng_step: RngStep,
-        **options: Any,
-    ) -> MxCast:
-        """The operand by the fused kernel, which reads rows that are contiguous: its own, or its transpose's.
+    ) -> dict[str, Any]:
+        """Arguments of ``quantize_mx``, which reads rows that are contiguous: the operand's, or its transpose's.
+
+        The caller calls the kernel: a frame less between a layer and a launch.
 
         Args:
             operand: [R, K], contracted dimension last, rows or columns contiguous.
             rule: one that the kernel has.
             transforms: of the operand's GEMM; with a second GEMM, that of the columnwise data, which are quantized too.
                 Rows are contiguous then.
-            options: further arguments of ``quantize_mx``.
         """
         (name, *_), by_rows, device = transforms, operand.stride(1) == 1, operand.device
         spec, stream = self.specs[name, tensor], self.rounding[name, tensor]
@@ -239,18 +242,18 @@ class EmulatedGemms(GemmBackend):
         found = [self._direction(gemm, tensor, transform, device) for gemm, transform in transforms.items()]
         direction, second = found if len(found) > 1 else (*found, None)
         read, ways = (operand, (direction, second)) if by_rows else (operand.t(), (second, direction))
-        spans = (stream.row_span, stream.column_span)
-        cast: MxCast = load("quantize").quantize_mx(
-            read,
-            rule,
-            **with_amaxes(
-                read, rule, *ways, known=self._known_amax(tensor, spec), reduce_amax=self.reduction(name, tensor)
-            ),
-            rng_step=device_rng_step(rng_step, device),
-            spans=spans if by_rows else spans[::-1],
-            **options,
+        known, reduction, spans = (
+            self._known_amax(tensor, spec),
+            self.reduction(name, tensor),
+            (stream.row_span, stream.column_span),
         )
-        return cast
+        return {
+            "x": read,
+            "rule": rule,
+            "rng_step": device_rng_step(rng_step, device),
+            "spans": spans if by_rows else spans[::-1],
+            **with_amaxes(read, rule, *ways, known=known, reduce_amax=reduction),
+        }
 
     def _direction(self, name: str, tensor: str, transform: Transform | None, device: torch.device) -> Direction:
         signs = None if transform is None else transform.scaled_signs(device)

@@ -6,7 +6,7 @@ import torch
 from megatron.core import __version__
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.mcore.releases import IGNORES_RAMPS
+from megatron_lowprec.mcore.releases import IGNORES_RAMPS, LEAVES_MODEL_ON_CPU
 from megatron_lowprec.recipe.recipe import Recipe
 
 
@@ -28,6 +28,11 @@ def check_arguments(recipe: Recipe, args: Any) -> None:
         raise UserError(
             f"--rampup-batch-size is ignored by megatron-core {__version__}: give Megatron-LM "
             "--step-batch-size-schedule instead, or use this project's pretrain_gpt.py"
+        )
+    if LEAVES_MODEL_ON_CPU and torch.cuda.is_available() and getattr(args, "use_cpu_initialization", False):
+        raise UserError(
+            f"--use-cpu-initialization leaves the model on the CPU under Megatron-LM {__version__}, whose optimizer "
+            "refuses it: leave it out"
         )
     if recipe.changes_training and args is not None:
         _check_training_state(recipe, args)

@@ -34,6 +34,9 @@ ASYNC_SAVE: dict[str, Any] = {"async_sharded_save": True} | (
 )
 """Options of ``dist_checkpointing.save`` for an asynchronous save by Megatron-core's own writer."""
 
+LEAVES_MODEL_ON_CPU = _SERIES >= (0, 19)
+"""Whether Megatron-LM does not move a model to its GPU under ``--use-cpu-initialization``."""
+
 IGNORES_RAMPS = _SERIES >= (0, 18)
 """Whether a ramp of the batch size is ignored: from 0.18 on there is a schedule of sizes instead."""
 

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
@@ -124,7 +123,7 @@ class MegatronLM:
         assert self._server.stdout is not None
         number = len(list(self._logs.iterdir()))
         log = self._logs / f"{number}"
-        asked = {"arguments": arguments, "ranks": ranks, "port": _free_port(), "log": str(log)}
+        asked = {"arguments": arguments, "ranks": ranks, "log": str(log)}
         self._server.stdin.write(json.dumps(asked) + "\n")
         self._server.stdin.flush()
         codes = json.loads(self._server.stdout.readline())
@@ -135,9 +134,3 @@ class MegatronLM:
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

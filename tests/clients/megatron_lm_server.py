@@ -2,7 +2,7 @@
 
     python megatron_lm_server.py FOLDER
 
-Reads one JSON object a line: ``arguments``, ``ranks``, ``port``, ``log``. Each rank's output goes to LOG.RANK, and
+Reads one JSON object a line: ``arguments``, ``ranks``, ``log``. Each rank's output goes to LOG.RANK, and
 answers with a line of the ranks' exit codes. Without CUDA, forking saves the imports, which take longer than a small
 run.
 """
@@ -32,7 +32,8 @@ def main() -> None:
     training = None if torch.cuda.is_available() else _import_megatron_lm(folder)
     for line in sys.stdin:
         asked = json.loads(line)
-        children = [_fork(folder, asked, rank, training) for rank in range(asked["ranks"])]
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        children = [_fork(folder, asked, rank, store.port, training) for rank in range(asked["ranks"])]
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         print(json.dumps(codes), flush=True)
 
@@ -70,7 +71,7 @@ def _read_options_once() -> None:
     arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
-def _fork(folder: str, asked: dict[str, Any], rank: int, training: Any | None) -> int:
+def _fork(folder: str, asked: dict[str, Any], rank: int, port: int, training: Any | None) -> int:
     child = os.fork()
     if child:
         return child
@@ -84,7 +85,9 @@ def _fork(folder: str, asked: dict[str, Any], rank: int, training: Any | None) -
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(asked["ranks"]),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(asked["port"]),
+            # the store is this process's, as torchrun has it: a port chosen here may be taken when a rank opens it
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         training = training or _import_megatron_lm(folder)
         if not torch.cuda.is_available():

@@ -26,12 +26,12 @@ MODEL = shlex.split(f"""
     --min-lr 1e-4 --lr-decay-style cosine --lr-decay-iters 10 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
     --clip-grad 1.0 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 64 --bf16
     --log-interval 1 --eval-interval 2 --eval-iters 1 --seed 1234 --hidden-dropout 0 --attention-dropout 0
-    --use-cpu-initialization --no-gradient-accumulation-fusion --num-workers 0
+    --no-gradient-accumulation-fusion --num-workers 0
 """)
 # What Megatron-LM needs on a machine without TransformerEngine and apex, and without a GPU.
 STOCK = shlex.split("""
     --transformer-impl local --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
-    --distributed-backend gloo --no-create-attention-mask-in-dataloader
+    --distributed-backend gloo --no-create-attention-mask-in-dataloader --use-cpu-initialization
 """)
 ON_GPU = shlex.split("""
     --transformer-impl local --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion --deterministic-mode

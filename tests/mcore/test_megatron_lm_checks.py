@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lowprec import UserError, get_recipe
 from megatron_lowprec.mcore import megatron_lm_checks
@@ -58,12 +60,22 @@ def test_what_suffices_is_taken(recipe: str, changes: dict[str, Any]) -> None:
     check_arguments(get_recipe(recipe), SimpleNamespace(**{**ENOUGH, **changes}))
 
 
-@pytest.mark.parametrize("ignored", [True, False])
-def test_a_ramp_that_the_release_ignores_is_refused(monkeypatch: pytest.MonkeyPatch, ignored: bool) -> None:
-    monkeypatch.setattr(megatron_lm_checks, "IGNORES_RAMPS", ignored)
-    args = SimpleNamespace(**{**ENOUGH, "rampup_batch_size": [2, 2, 8]})
-    if not ignored:
-        return check_arguments(get_recipe("mxfp8"), args)
-    with pytest.raises(UserError, match=r"--rampup-batch-size is ignored by .*--step-batch-size-schedule"):
-        check_arguments(get_recipe("mxfp8"), args)
-    return None
+OF_A_RELEASE = [
+    (
+        "IGNORES_RAMPS",
+        {"rampup_batch_size": [2, 2, 8]},
+        "--rampup-batch-size is ignored by .*--step-batch-size-schedule",
+    ),
+    ("LEAVES_MODEL_ON_CPU", {"use_cpu_initialization": True}, "--use-cpu-initialization leaves .* leave it out"),
+]
+
+
+@pytest.mark.parametrize(("fault", "changes", "says"), OF_A_RELEASE)
+@pytest.mark.parametrize("holds", [True, False])
+def test_what_a_release_of_megatron_lm_cannot_do_is_refused(
+    monkeypatch: pytest.MonkeyPatch, fault: str, changes: dict[str, Any], says: str, holds: bool
+) -> None:
+    monkeypatch.setattr(megatron_lm_checks, fault, holds)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match=says) if holds else contextlib.nullcontext():
+        check_arguments(get_recipe("mxfp8"), SimpleNamespace(**{**ENOUGH, **changes}))

@@ -320,13 +320,13 @@ class RecipeRuntime:
         elif any(backend.multiplies_codes for backend in self.backends):
             lines.append("FP8 operands by fused casts: the first step compiles and tunes them, once a machine")
         by = "fused kernels" if self.device.type == "cuda" and have_triton() else "torch and Megatron-core"
-        lines.append(f"norms, GELU, dropout, biases and loss by {by}")
+        lines.append(f"norms, activations, dropout, biases and loss by {by}")
         if self.kept:
             lines.append(f"kept in the compute dtype by the recipe on this stage: {', '.join(self.kept)}")
         lines += numbering_notes(self.recipe.globs, self.kept)
         if self.recomputes_gelu is not None:
-            where = "of every dense MLP" if self.recomputes_gelu else "of no layer here: it is not fused with its bias"
-            lines.append(f"--recompute-gelu: GELU computed again in the backward pass {where}")
+            where = "of every dense MLP" if self.recomputes_gelu else "of no layer here: no kernel computes it"
+            lines.append(f"--recompute-gelu: activation computed again in the backward pass {where}")
         if self._fp8_gather:
             count = sum(layer.gathers is not None for layer in self.layers)
             lines.append(
@@ -356,7 +356,8 @@ def bind_recipe(
     Args:
         model_chunks: this rank's model chunks.
         recipe: a Recipe, the name of one, or a YAML file.
-        recompute_gelu: recompute linear_fc2's input in the backward pass where GELU is fused; the header reports where.
+        recompute_gelu: recompute linear_fc2's input in the backward pass where GELU or SwiGLU is fused; the header
+            reports where.
         options: ``RuntimeOptions``: ``num_layers`` and ``seed`` at least.
 
     Raises:
@@ -377,7 +378,7 @@ def bind_recipe(
         mlps = [module for chunk in model_chunks for module in chunk.modules() if isinstance(module, LowPrecMLP)]
         for mlp in mlps:
             mlp.recompute_gelu = True
-        runtime.recomputes_gelu = runtime.device.type == "cuda" and any(mlp.has_bias_and_gelu() for mlp in mlps)
+        runtime.recomputes_gelu = runtime.device.type == "cuda" and any(mlp.fused_activation() for mlp in mlps)
     return runtime
 
 

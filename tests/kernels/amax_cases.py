@@ -34,6 +34,7 @@ def made(rows: int, width: int, dtype: torch.dtype, device: str) -> dict[str, Ca
     from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
     from megatron_lowprec.kernels.gelu.triton import bias_gelu, bias_gelu_backward
     from megatron_lowprec.kernels.layernorm.triton import norm
+    from megatron_lowprec.kernels.swiglu.triton import swiglu, swiglu_backward
 
     generator = torch.Generator().manual_seed(rows * width)
     x, y = (torch.randn(2, rows, width, generator=generator) * 3).to(device, dtype)
@@ -44,6 +45,8 @@ def made(rows: int, width: int, dtype: torch.dtype, device: str) -> dict[str, Ca
         "rmsnorm": lambda amax: norm(x, weight, None, 1e-5, amax).y,
         "bias_gelu": lambda amax: bias_gelu(x, bias, amax),
         "bias_gelu_backward": lambda amax: bias_gelu_backward(x, y, bias, amax=amax)[0],
+        "swiglu": lambda amax: swiglu(torch.cat((x, y), 1), amax),
+        "swiglu_backward": lambda amax: swiglu_backward(x, torch.cat((y, x), 1), amax),
         "dropout": lambda amax: bias_dropout_add_backward(x, 0.3, key, None, amax=amax)[0],
         "dropout, bias": lambda amax: bias_dropout_add_backward(x, 0.3, key, dtype, amax=amax)[0],
         "nothing dropped": lambda amax: bias_dropout_add_backward(x, 0.0, None, None, amax=amax)[0],

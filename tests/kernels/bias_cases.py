@@ -1,4 +1,4 @@
-"""A bias alone, with GELU, and with dropout and a residual, against float64: references and kernels."""
+"""A bias alone, with GELU, and with dropout and a residual, and SwiGLU, against float64: references and kernels."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron_lowprec.kernels.bias import reference as bias_reference
 from megatron_lowprec.kernels.dropout import reference as dropout_reference
 from megatron_lowprec.kernels.gelu import reference as gelu_reference
 from megatron_lowprec.kernels.philox.reference import draw_bits
+from megatron_lowprec.kernels.swiglu import reference as swiglu_reference
 from tests.kernels.interpreted import main, steps_of
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -80,6 +81,36 @@ def gelu_errors(rows: int, columns: int, dtype: torch.dtype, module: Any, device
             )
 
 
+def swiglu_errors(rows: int, columns: int, dtype: torch.dtype, module: Any, device: str) -> Iterator[str]:
+    """Outputs and gradients further from float64 than rounding explains; the gate covers many binades."""
+    gate, _, dout = tensors(rows, columns, dtype, device)
+    h = torch.cat((gate, dout.flip(0)), 1)
+    exact_h = h.double().requires_grad_()
+    value, up = exact_h.chunk(2, -1)
+    want = value * torch.sigmoid(value) * up
+    want.backward(dout.double())
+    assert exact_h.grad is not None
+    value, up, g = value.detach().abs(), up.detach().abs(), dout.double().abs()
+    steps, unit, eps = steps_of(module, device), 2.0**-24, torch.finfo(dtype).eps
+    # as GELU's: two last bits each of the exponential and the division, and the argument's own as far as it reaches;
+    # a factor below the smallest normal number is 0, so it is from -88 on
+    reach = 1 + value.clamp(max=100)
+    lost = 2.0**-126 * reach
+    factor = torch.sigmoid(exact_h.detach().chunk(2, -1)[0])
+    slack = {
+        "out": 12 * unit * reach * want.detach().abs() + lost * up,
+        "dgate": 16 * unit * reach * g * up * factor * (1 + value * (1 - factor)) + lost * g * up * reach,
+        "dup": 12 * unit * reach * g * value * factor + lost * g,
+    }
+    dgate, dup = module.swiglu_backward(dout, h).chunk(2, -1)
+    found = {"out": module.swiglu(h), "dgate": dgate, "dup": dup}
+    exact = dict(zip(found, (want.detach(), *exact_h.grad.chunk(2, -1)), strict=True))
+    for name, got in found.items():
+        over = (got.double() - exact[name]).abs() - (1.01 * eps * steps * exact[name].abs() + slack[name] + 1e-37)
+        if got.dtype != dtype or not bool((over <= 0).all()):
+            yield f"swiglu {rows}x{columns} {dtype}: {int((~(over <= 0)).sum())} entries of {name} are off"
+
+
 def dropout_errors(rows: int, columns: int, dtype: torch.dtype, module: Any, device: str) -> Iterator[str]:
     """As above; which entries are dropped must be what the stream says, to the last one."""
     x, bias, dout = tensors(rows, columns, dtype, device)
@@ -117,12 +148,14 @@ def differences(device: str, reference: bool = False, large: bool = False) -> tu
     bias: Any = bias_reference
     gelu: Any = gelu_reference
     dropout: Any = dropout_reference
+    swiglu: Any = swiglu_reference
     if not reference:
         from megatron_lowprec.kernels.bias import triton as bias
         from megatron_lowprec.kernels.dropout import triton as dropout
         from megatron_lowprec.kernels.gelu import triton as gelu
+        from megatron_lowprec.kernels.swiglu import triton as swiglu
     cases = list(product(sizes(large), DTYPES))
-    checks = ((bias_errors, bias), (gelu_errors, gelu), (dropout_errors, dropout))
+    checks = ((bias_errors, bias), (gelu_errors, gelu), (swiglu_errors, swiglu), (dropout_errors, dropout))
     found = [line for check, module in checks for size, dtype in cases for line in check(*size, dtype, module, device)]
     return len(checks) * len(cases), found
 

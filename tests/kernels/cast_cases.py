@@ -24,6 +24,8 @@ from megatron_lowprec.kernels.cast_fp8.prologue import (
     DropoutGrad,
     Matrix,
     QkvGrad,
+    Swiglu,
+    SwigluGrad,
     norm_output,
 )
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule
@@ -86,6 +88,11 @@ def prologue_of(case: Case, x: torch.Tensor) -> CastPrologue:
         return BiasGelu(x, bias)
     if case.kind == "bias_gelu_grad":
         return BiasGeluGrad(x, 3 * torch.randn(x.shape, generator=generator).to(x.device, x.dtype), bias)
+    if case.kind == "swiglu":
+        up = torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
+        return Swiglu(torch.cat((x, up), 1))
+    if case.kind == "swiglu_grad":
+        return SwigluGrad(x[:, ::2].contiguous(), 3 * torch.randn(x.shape, generator=generator).to(x.device, x.dtype))
     if case.kind == "dropout_grad":
         return DropoutGrad(x, torch.tensor([-5, 6], dtype=torch.int32, device=x.device), 0.3)
     if case.kind == "qkv_grad":
@@ -101,6 +108,7 @@ def made_of(source: CastPrologue) -> torch.Tensor:
     from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
     from megatron_lowprec.kernels.gelu.triton import bias_gelu, bias_gelu_backward
     from megatron_lowprec.kernels.layernorm.triton import norm
+    from megatron_lowprec.kernels.swiglu.triton import swiglu, swiglu_backward
 
     if source.kind == "matrix":
         return source.x
@@ -111,6 +119,10 @@ def made_of(source: CastPrologue) -> torch.Tensor:
     x, second, third = (None if t is None else t.to(dtype) for t in source.tensors()[:3])
     if source.kind in NORMS:
         y = norm(x, second, third, EPS).y  # type: ignore[arg-type]
+    elif isinstance(source, Swiglu):
+        y = swiglu(source.h.to(dtype))
+    elif isinstance(source, SwigluGrad):
+        y = swiglu_backward(source.dout.to(dtype), source.h.to(dtype))
     elif source.kind == "dropout_grad":
         y = bias_dropout_add_backward(x, source.dropout_p, source.tensors()[3], None)[0]
     else:
@@ -230,6 +242,10 @@ def small_cases() -> list[Case]:
         Case(150, 144, bf16, "e5m2", "row", "amax_pow2", "rc", special=False, kind="bias_gelu_grad"),
         Case(150, 256, bf16, "e4m3", "1x128", "amax", "c", special=False, kind="bias_gelu_grad"),
         Case(37, 144, fp32, "e5m2", "tensor", "amax", "rc", given=3.0, kind="bias_gelu_grad"),
+        Case(150, 256, bf16, "e4m3", "1x128", "amax", "rc", special=False, kind="swiglu"),
+        Case(37, 144, fp32, "e4m3", "tensor", "amax", "rc", given=3.0, kind="swiglu"),
+        Case(150, 256, bf16, "e4m3", "1x128", "amax", "rc", special=False, kind="swiglu_grad"),
+        Case(37, 160, bf16, "e5m2", "tensor", "amax", "rc", special=False, kind="swiglu_grad"),
         Case(37, 144, bf16, "e5m2", "tensor", "amax", "rc", given=3.0, kind="dropout_grad"),
         Case(150, 208, bf16, "e4m3", "tensor", "amax", "rc", special=False, kind="dropout_grad"),
         Case(150, 256, fp32, "e4m3", "1x128", "amax", "rc", special=False, kind="dropout_grad"),
@@ -255,6 +271,9 @@ def small_cases() -> list[Case]:
         Case(67, 656, bf16, "e4m3", "tensor", "amax", "rc", special=False, tiling=-2),
         Case(128, 256, bf16, "e5m2", "tensor", "amax", "rc", given=3.0, kind="bias_gelu_grad", tiling=-3),
         Case(67, 272, bf16, "e5m2", "tensor", "amax", "rc", special=False, kind="bias_gelu_grad", tiling=-1),
+        Case(64, 1024, bf16, "e5m2", "tensor", "amax", "rc", given=3.0, kind="swiglu_grad", tiling=-2),
+        Case(128, 384, bf16, "e5m2", "1x128", "amax", "rc", special=False, kind="swiglu_grad"),
+        Case(128, 512, bf16, "e5m2", "1x128", "amax", "rc", special=False, kind="swiglu_grad"),
         # every other scale rule
         *(Case(150, 144, bf16, "e4m3", "row", rule, "rc") for rule in scale_rules("fp32")[2:]),
     ]

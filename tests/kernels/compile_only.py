@@ -106,6 +106,7 @@ def around_linears() -> None:
     from megatron_lowprec.kernels.dropout.triton import bias_dropout_add, bias_dropout_add_backward
     from megatron_lowprec.kernels.gelu.triton import bias_gelu, bias_gelu_backward
     from megatron_lowprec.kernels.layernorm.triton import norm, norm_backward, statistics
+    from megatron_lowprec.kernels.swiglu.triton import swiglu, swiglu_backward
 
     x, w, amax = torch.zeros(256, 1024).bfloat16(), torch.zeros(1024).bfloat16(), torch.zeros(1)
     key = torch.zeros(2, dtype=torch.int32)
@@ -117,6 +118,8 @@ def around_linears() -> None:
     add_bias_(x, w)
     bias_gelu(x, w, amax)
     bias_gelu_backward(x, x, w, amax=amax)
+    swiglu(x, amax)
+    swiglu_backward(x[:, :512].contiguous(), x, amax)
     bias_dropout_add(x, w, x, 0.1, key)
     bias_dropout_add_backward(x, 0.1, key, torch.bfloat16, amax=amax)
     targets = torch.zeros(256, dtype=torch.int64)

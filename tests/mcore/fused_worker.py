@@ -38,6 +38,7 @@ KERNELS = (
     ("bias", "add_bias_"),
     ("layernorm", "norm"),
     ("gelu", "bias_gelu"),
+    ("swiglu", "swiglu"),
     ("cross_entropy", "logit_sums"),
     ("dropout", "bias_dropout_add"),
 )
@@ -140,7 +141,7 @@ def same(shape: str, **more: Any) -> None:
     got, launched = run(shape, True, **more)
     gelu, bias = SHAPES[shape][1] == "gelu", SHAPES[shape][0] == "LayerNorm"
     norms = 9 if more.get("qk_layernorm") else 5
-    calls = (2 * bias, norms, 2 * gelu, 1, 4)
+    calls = (2 * bias, norms, 2 * gelu, 2 * (not gelu), 1, 4)
     assert list(launched.values()) == list(calls), launched
     assert not any(none.values())
     assert got.keys() == want.keys()
@@ -149,8 +150,8 @@ def same(shape: str, **more: Any) -> None:
         torch.testing.assert_close(got[name], want[name], rtol=2e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def joined_casts(recipe: str) -> None:
-    """Casts that GELU's kernels help give what those do that read GELU's result from memory: the same bits.
+def joined_casts(recipe: str, shape: str) -> None:
+    """Casts that an activation's kernels help give what those do that read its result from memory: the same bits.
 
     Biases' gradients are the exception: sums of other parts. The other fusions are on in ``got`` alone.
     """
@@ -158,16 +159,16 @@ def joined_casts(recipe: str) -> None:
     from megatron_lowprec.mcore.layers.mlp import _MlpFunction
 
     with patch.object(_MlpFunction, "apply", wraps=_MlpFunction.apply) as joined:
-        got = two_steps(recipe)
+        got = two_steps(recipe, shape=shape)
     assert joined.call_count == 4
     with patch.object(LinearGemms, "supported_fusion", lambda *_: None):
-        want = two_steps(recipe)
+        want = two_steps(recipe, shape=shape)
     equal_but_for(("linear_fc1.bias", "linear_fc2.bias", "linear_proj.bias"), got, want)
 
 
-def recomputed_gelu(recipe: str) -> None:
-    """Making GELU again in the backward pass changes no bit."""
-    want, got = two_steps(recipe), two_steps(recipe, recompute_gelu=True)
+def recomputed_activation(recipe: str, shape: str) -> None:
+    """Computing an activation again in the backward pass changes no bit."""
+    want, got = two_steps(recipe, shape=shape), two_steps(recipe, recompute_gelu=True, shape=shape)
     equal_but_for(("linear_fc1.bias",), got, want)  # not joined without the flag, under some recipes
 
 
@@ -492,9 +493,10 @@ CHECKS = {f"same-{shape}": lambda shape=shape: same(shape) for shape in ("gpt-sp
 CHECKS |= {f"same-{shape}-qk-norms": lambda shape=shape: same(shape, qk_layernorm=True) for shape in ("gpt", "llama")}
 CHECKS |= {f"dropout-{shape}": lambda shape=shape: dropout(shape) for shape in ("gpt", "gpt-sp")}
 if DEVICE == "cuda":
-    CHECKS |= {f"joined-{r}": lambda r=r: joined_casts(r) for r in ("fp8_delayed", "fp8_current")}
-    again = ("bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp4_rht_sr")
-    CHECKS |= {f"recomputed-{r}": lambda r=r: recomputed_gelu(r) for r in again}
+    shapes, again = ("gpt", "llama"), ("bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp4_rht_sr")
+    joined = ("fp8_delayed", "fp8_current")
+    CHECKS |= {f"joined-{r}-{s}": lambda r=r, s=s: joined_casts(r, s) for r in joined for s in shapes}
+    CHECKS |= {f"recomputed-{r}-{s}": lambda r=r, s=s: recomputed_activation(r, s) for r in again for s in shapes}
 DROPOUT = {"hidden_dropout": 0.1 if DEVICE == "cuda" else 0.5}
 CHECKS["fusions-delayed"] = lambda: fusions("fp8_delayed", taken=3, read=2, **DROPOUT)
 CHECKS["fusions-current"] = lambda: fusions("fp8_current", taken=3, **DROPOUT)

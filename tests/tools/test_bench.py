@@ -290,7 +290,7 @@ def test_ops_end_to_end_by_tritons_interpreter(tmp_path: Path) -> None:
     assert forward["step_ms"] == pytest.approx(49 * forward["ms"])
     ours = {op for op, variant in found if variant == "ours"}
     assert ours == {op for op, variant in found if variant in ("torch", "Megatron-core")}
-    assert len(ours) == 15
+    assert len(ours) == 17
 
 
 @pytest.mark.slow

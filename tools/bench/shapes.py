@@ -53,6 +53,7 @@ MODELS: dict[str, ModelShape] = {
         ModelShape("1.3b", 2048, 8192, 32, 32, False, "configs/models/gpt_1.3b.yaml", 8),
         ModelShape("6.7b", 4096, 16384, 32, 32, False, "configs/models/gpt_6.7b.yaml", 1),
         ModelShape("7b", 4096, 11008, 32, 32, True),
+        ModelShape("8b", 4096, 14336, 32, 8, True, "configs/models/llama3_8b.yaml", 1),
         ModelShape("70b", 8192, 28672, 64, 8, True),
         # small enough for --device cpu
         ModelShape("smoke", 128, 256, 4, 2, True, "configs/models/gpt_tiny.yaml", 2),

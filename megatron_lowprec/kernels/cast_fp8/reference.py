@@ -12,6 +12,8 @@ from megatron_lowprec.kernels.cast_fp8.prologue import (
     LayerNormOutput,
     QkvGrad,
     RMSNormOutput,
+    Swiglu,
+    SwigluGrad,
     prologue_of,
 )
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule
@@ -19,6 +21,7 @@ from megatron_lowprec.kernels.dropout.reference import bias_dropout_add_backward
 from megatron_lowprec.kernels.gelu.reference import bias_gelu, bias_gelu_backward
 from megatron_lowprec.kernels.layernorm.reference import normalize
 from megatron_lowprec.kernels.quantize.reference import encode, fp32_encode_scale, quantize_operand
+from megatron_lowprec.kernels.swiglu.reference import swiglu, swiglu_backward
 from megatron_lowprec.scaling import granularity_of
 
 _Operand = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -31,6 +34,10 @@ def entries(x: torch.Tensor | CastPrologue) -> torch.Tensor:
             return bias_gelu(source.y.float(), source.bias)
         case BiasGeluGrad():
             return bias_gelu_backward(source.dout.float(), source.y.float(), source.bias)[0]
+        case Swiglu():
+            return swiglu(source.h.float())
+        case SwigluGrad():
+            return swiglu_backward(source.dout, source.h.float())
         case DropoutGrad():
             return bias_dropout_add_backward(source.dout.float(), source.p, source.key, None)[0]
         case LayerNormOutput():

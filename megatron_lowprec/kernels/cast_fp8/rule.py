@@ -51,7 +51,7 @@ class CastConstants(NamedTuple):
         FLOOR_SCALE: fl32(SCALED_MAX / amax_floor), the encode scale for a lower amax; 1 without a floor.
         SCALED_MAX: MAX / 2^margin, the value that amax is scaled to.
         POWER_OF_TWO: whether encode scales are truncated to powers of two.
-        WHOLE: whether tiles divide the matrix, so that no bounds checks are needed.
+        WHOLE: whether tiles divide the matrix, and the halves of SwiGLU's gradient: no bounds checks are needed.
     """
 
     ALONG_ROWS: bool

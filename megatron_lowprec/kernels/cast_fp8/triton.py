@@ -231,6 +231,7 @@ class _CastKernel:
         kind: Kind,
         widths: tuple[int, int] = (0, 0),
     ) -> None:
+        self._parts = 2 if kind == "swiglu_grad" else 1  # the gate's columns and those of ``up`` share no tile
         self._constants = rule.constants(rows, columns, observes, sums, KINDS[kind], widths, device)
         if rule.granularity == "1x128":
             B = _BLOCK
@@ -259,7 +260,7 @@ class _CastKernel:
     def at(self, tiling: _Tiling, M: int, padded_M: int, N: int) -> tuple[Specialized, int]:
         """The kernel specialized for a tiling, and the number of programs that cover [M, N]."""
         programs = -(-padded_M // tiling.rows) * -(-N // tiling.columns)
-        whole = padded_M == M and M % tiling.rows == 0 and N % tiling.columns == 0
+        whole = padded_M == M and M % tiling.rows == 0 and N % (tiling.columns * self._parts) == 0
         return self._specialized.get((tiling, whole)) or self._specialize(tiling, whole), programs
 
     def _specialize(self, tiling: _Tiling, whole: bool) -> Specialized:

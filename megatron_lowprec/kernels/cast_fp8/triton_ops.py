@@ -10,6 +10,7 @@ from megatron_lowprec.kernels.dropout.triton import factors
 from megatron_lowprec.kernels.gelu.triton import gelu_of, gelu_slope_of
 from megatron_lowprec.kernels.layernorm.triton import affine
 from megatron_lowprec.kernels.quantize.triton_ops import NEAREST_EVEN, element_codes, round_to_grid
+from megatron_lowprec.kernels.swiglu.triton import swiglu_of, swiglu_slopes_of
 
 _FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
@@ -25,6 +26,8 @@ DROPOUT_GRAD = tl.constexpr(KINDS["dropout_grad"])
 LAYERNORM = tl.constexpr(KINDS["layernorm"])
 RMSNORM = tl.constexpr(KINDS["rmsnorm"])
 QKV_GRAD = tl.constexpr(KINDS["qkv_grad"])
+SWIGLU = tl.constexpr(KINDS["swiglu"])
+SWIGLU_GRAD = tl.constexpr(KINDS["swiglu_grad"])
 
 
 @triton.jit
@@ -89,6 +92,18 @@ def read(source, rows, first_column, M, N, stride, CAST: tl.constexpr, COLUMNS: 
             argument = tl.load(second_ptr + at, mask=inside, other=0.0).to(tl.float32)
             x = x * gelu_slope_of(argument + bias)
         x = tl.where(inside, x, 0.0)
+    elif KIND == SWIGLU:
+        x = swiglu_of(x, tl.load(second_ptr + at, mask=inside, other=0.0).to(tl.float32))
+    elif KIND == SWIGLU_GRAD:
+        # Each half reads the other: the gate's tile and that of ``up`` run at about the same time and share the cache.
+        half = N // 2
+        of_gate = first_column < half if CAST.WHOLE else col < half  # one value a tile keeps loads contiguous
+        shift = tl.where(of_gate, 0, half)
+        other = tl.load(x_ptr + (at + half - 2 * shift), mask=inside, other=0.0).to(tl.float32)
+        dout_at = row.to(tl.int64) * (stride // 2) + (col - shift)
+        dout = tl.load(second_ptr + dout_at, mask=inside, other=0.0).to(tl.float32)
+        by_gate, by_up = swiglu_slopes_of(tl.where(of_gate, x, other), tl.where(of_gate, other, x))
+        x = dout * tl.where(of_gate, by_gate, by_up)
     elif KIND == DROPOUT_GRAD:
         kept = factors(rows, first_column, fourth_ptr, source[4], source[5], COLUMNS)
         if CHUNK != COLUMNS:

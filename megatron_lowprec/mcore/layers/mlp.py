@@ -1,4 +1,4 @@
-"""Megatron-core's MLP with bias and GELU fused in one kernel, and the bias gradient summed in its backward kernel."""
+"""Megatron-core's MLP with its activation in one kernel, or within the casts of the operands around it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,8 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowprec.kernels import dispatch
-from megatron_lowprec.kernels.cast_fp8.prologue import BiasGelu, BiasGeluGrad, CastPrologue
+from megatron_lowprec.kernels.activation import BIAS_GELU, SWIGLU, Activation
+from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward, backward_gemms
 from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.fusion import GradOutputChannel, cached_amax
@@ -29,24 +30,28 @@ from megatron_lowprec.mcore.layers.parallel_linear import (
 from megatron_lowprec.mcore.rng_step import current_rng_step
 
 
-@once_differentiable("the fused bias and GELU")
-class _BiasGeluFunction(torch.autograd.Function):
+@once_differentiable("a fused activation")
+class _ActivationFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, y: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> torch.Tensor:
         rows = y.reshape(-1, y.shape[-1]).contiguous()
         ctx.save_for_backward(rows, bias)
-        return dispatch.bias_gelu(rows, bias).view(y.shape)
+        ctx.activation = activation
+        return activation.forward(rows, bias, None).view(*y.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
         rows, bias = ctx.saved_tensors
-        dy, dbias = dispatch.bias_gelu_backward(dout.reshape(rows.shape).contiguous(), rows, bias)
-        return dy.view(dout.shape), dbias
+        dout_rows = dout.reshape(-1, dout.shape[-1]).contiguous()
+        dy, dbias = ctx.activation.backward(dout_rows, rows, bias, None)
+        return dy.view(*dout.shape[:-1], -1), dbias, None
 
 
 @once_differentiable("a fused MLP")
 class _MlpFunction(torch.autograd.Function):
-    """fc1, bias and GELU, fc2. The activation between the GEMMs is cast to FP8 operands directly, or written with its
+    """fc1, activation, fc2. The activation between the GEMMs is cast to FP8 operands directly, or written with its
     amax if the casts use one; it can be recomputed instead of saved for backward.
     """
 
@@ -55,9 +60,10 @@ class _MlpFunction(torch.autograd.Function):
         ctx,
         x: torch.Tensor,
         w1: torch.Tensor,
-        bias: torch.Tensor,
+        bias: torch.Tensor | None,
         w2: torch.Tensor,
         mlp: "LowPrecMLP",
+        activation: Activation,
         update_amax: bool,
         saves_inputs: tuple[bool, bool],
         fusion: tuple[CastFusion, CastFusion],
@@ -65,7 +71,7 @@ class _MlpFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
         ctx.mlp, ctx.rng_step, ctx.fusion, ctx.channel = mlp, current_rng_step(), fusion, channel
-        ctx.update_amax = update_amax
+        ctx.activation, ctx.update_amax = activation, update_amax
         tp = _tp_config(fc1)
         amax = None if tp.sequence_parallel else cached_amax(x)
         await_weights(fc1)
@@ -80,7 +86,7 @@ class _MlpFunction(torch.autograd.Function):
             layer_input=x,
             gather=gather,
         )
-        active, amax = _active(y, bias, fusion[0])
+        active, amax = _active(activation, y, bias, fusion[0])
         saves = saves_inputs[1] and not mlp.recompute_gelu
         await_weights(fc2)
         out, second = fc2.bound_gemms.forward(active, w2, ctx.rng_step, update_amax, save_input=saves, amax=amax)
@@ -96,7 +102,7 @@ class _MlpFunction(torch.autograd.Function):
         half = len(tensors) // 2
         first = SavedForBackward(*tensors[:half], layout=ctx.layouts[0])
         second = SavedForBackward(*tensors[half:], layout=ctx.layouts[1])
-        fc1, fc2, rng_step = ctx.mlp.linear_fc1, ctx.mlp.linear_fc2, ctx.rng_step
+        fc1, fc2, rng_step, activation = ctx.mlp.linear_fc1, ctx.mlp.linear_fc2, ctx.rng_step, ctx.activation
         input_fusion, grad_output_fusion = ctx.fusion
         needs_x, needs_w1, needs_bias, needs_w2 = ctx.needs_input_grad[:4]
         gemms1 = backward_gemms(needs_x, needs_w1)
@@ -108,29 +114,29 @@ class _MlpFunction(torch.autograd.Function):
 
         def dy1() -> GradOutput:
             if grad_output_fusion == "source":
-                computed = BiasGeluGrad(dactive, y, bias)
-                return fc1.bound_gemms.grad_output(computed, rng_step, bias=True, update_amax=ctx.update_amax)
+                computed, sums = activation.grad_source(dactive, y, bias), bias is not None
+                return fc1.bound_gemms.grad_output(computed, rng_step, bias=sums, update_amax=ctx.update_amax)
             amax = _room_for_amax(y, grad_output_fusion)
-            matrix, dbias = dispatch.bias_gelu_backward(dactive, y, bias, amax)
+            matrix, dbias = activation.backward(dactive, y, bias, amax)
             grad = fc1.bound_gemms.grad_output(matrix, rng_step, amax=amax, update_amax=ctx.update_amax, gemms=gemms1)
             return replace(grad, bias=dbias)
 
-        recompute = partial(_active, y, bias, input_fusion) if second.x is None else None
+        recompute = partial(_active, activation, y, bias, input_fusion) if second.x is None else None
         dactive, dw2, _ = gradients(fc2, dy2, second, rng_step, _alone(fc2), gemms2, recompute)
         dx = dw1 = dbias = None
         if dactive is not None:
             dx, dw1, dbias = gradients(fc1, dy1, first, rng_step, _tp_config(fc1), gemms1)
-        return dx, dw1, dbias, dw2, None, None, None, None, None
+        return dx, dw1, dbias, dw2, None, None, None, None, None, None
 
 
 def _active(
-    y: torch.Tensor, bias: torch.Tensor, fusion: CastFusion
+    activation: Activation, y: torch.Tensor, bias: torch.Tensor | None, fusion: CastFusion
 ) -> tuple[torch.Tensor | CastPrologue, torch.Tensor | None]:
     """fc2's input as tensor or cast prologue, with its amax if the casts use one."""
     if fusion == "source":
-        return BiasGelu(y, bias), None
+        return activation.source(y, bias), None
     amax = _room_for_amax(y, fusion)
-    return dispatch.bias_gelu(y, bias, amax), amax
+    return activation.forward(y, bias, amax), amax
 
 
 def _room_for_amax(y: torch.Tensor, fusion: CastFusion) -> torch.Tensor | None:
@@ -147,7 +153,7 @@ def _alone(layer: LowPrecLinearMixin) -> TensorParallelConfig:
 
 
 class LowPrecMLP(CachedSwigluMLP):
-    """``MLP``, fused for CUDA tensors where Megatron-core would fuse bias and GELU.
+    """``MLP``, fused for CUDA tensors where Megatron-core would fuse the activation.
 
     Attributes:
         recompute_gelu: where fused, save only fc1's output and recompute fc2's input in the backward pass.
@@ -186,15 +192,16 @@ class LowPrecMLP(CachedSwigluMLP):
     def _forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if per_token_scale is not None or not self.has_bias_and_gelu() or not dispatch.fuses(hidden_states):
+        activation = self.fused_activation()
+        if per_token_scale is not None or activation is None or not dispatch.fuses(hidden_states):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         if isinstance(fc1, LowPrecLinearMixin) and isinstance(fc2, LowPrecRowParallelLinear):
             fusion = self._supported_fusion(hidden_states)
             if any(fusion) or self.recompute_gelu:
-                return self._joined(hidden_states, fusion)
+                return self._joined(hidden_states, activation, fusion)
         y, bias = fc1(hidden_states)
-        return fc2(_BiasGeluFunction.apply(y, bias))
+        return fc2(_ActivationFunction.apply(y, bias, activation))
 
     def _supported_fusion(self, hidden_states: torch.Tensor) -> tuple[CastFusion, CastFusion]:
         """Fusions that spare a pass over fc2's input and over the gradient of fc1's output."""
@@ -205,18 +212,33 @@ class LowPrecMLP(CachedSwigluMLP):
         return forward, self.linear_fc1.bound_gemms.supported_fusion("grad_output", rows)
 
     def _joined(
-        self, hidden_states: torch.Tensor, fusion: tuple[CastFusion, CastFusion]
+        self, hidden_states: torch.Tensor, activation: Activation, fusion: tuple[CastFusion, CastFusion]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         w1, w2, with_grad = fc1.weight, fc2.weight, torch.is_grad_enabled()
         saves_inputs = with_grad and w1.requires_grad, with_grad and w2.requires_grad
         channel = fc2.offer_grad_channel(hidden_states)
-        y = _MlpFunction.apply(hidden_states, w1, fc1.bias, w2, self, fc1.records_amax(), saves_inputs, fusion, channel)
+        y = _MlpFunction.apply(
+            hidden_states,
+            w1,
+            fc1.bias,
+            w2,
+            self,
+            activation,
+            fc1.records_amax(),
+            saves_inputs,
+            fusion,
+            channel,
+        )
         y = y.view(-1, *hidden_states.shape[1:-1], y.shape[-1])
         return fc2.reduce_output(y, channel), fc2.bias
 
-    def has_bias_and_gelu(self) -> bool:
-        """Whether the activation between both linear layers is a bias and GELU that may be fused."""
+    def fused_activation(self) -> Activation | None:
+        """The activation between both linear layers if one op computes it: GELU with a bias, SwiGLU without one."""
         config = self.config
+        if not config.bias_activation_fusion or config.use_te_activation_func or self.swiglu_format is not None:
+            return None
         gelu = self.activation_func is F.gelu and not config.gated_linear_unit
-        return gelu and config.bias_activation_fusion and config.add_bias_linear and not config.use_te_activation_func
+        if config.add_bias_linear:
+            return BIAS_GELU if gelu else None
+        return SWIGLU if self.has_swiglu() else None

@@ -147,7 +147,7 @@ class TrainingOptions:
     )
     recompute_granularity: Literal["full", "selective"] | None = arg(None, "recompute activations in the backward pass")
     recompute_gelu: bool = arg(
-        False, "on a GPU, keep only the output of linear_fc1 and compute its GELU again in the backward pass"
+        False, "on a GPU, keep only the output of linear_fc1 and compute its GELU or SwiGLU again in the backward pass"
     )
     recompute_method: Literal["uniform", "block"] | None = arg(None, "which layers full recompute takes")
     recompute_num_layers: int | None = arg(

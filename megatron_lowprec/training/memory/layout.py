@@ -48,7 +48,7 @@ class Execution:
 
     def recomputes_gelu(self, config: Config) -> bool:
         """Whether --recompute-gelu recomputes the input of linear_fc2 in the backward pass."""
-        return config.recompute_gelu and self.fused and architecture_of(config).mlp.fuses_bias_gelu(config)
+        return config.recompute_gelu and self.fused and architecture_of(config).mlp.fuses_activation(config)
 
     def keeps_primary_weights(self, config: Config) -> bool:
         """Whether the weights of quantized layers are stored as FP8 codes only."""

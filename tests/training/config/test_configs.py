@@ -106,6 +106,7 @@ def test_fits_a_node_of_eight_80_gib_gpus(path: Path) -> None:
         ("gpt_6.7b_released", 6657.6),
         ("gpt_843m_mxfp8", 834.2),
         ("gpt_8b_mxfp8", 6049.2),
+        ("llama3_8b", 7391.7),
         ("moe_16b_mxfp8", 15817.1),
         ("deepseek_16b", 15493.1),
     ],

@@ -132,6 +132,25 @@ def gelus(given: Inputs) -> Iterator[OpCase]:
     yield OpCase("bias, GELU backward", size, LAYERS, 6 * y.numel(), variants, pairs, near)
 
 
+def swiglus(given: Inputs) -> Iterator[OpCase]:
+    """SwiGLU of models that have it. Megatron-core's are compiled by torch."""
+    from megatron.core.fusions.fused_bias_swiglu import swiglu, swiglu_back
+
+    from megatron_lowprec.kernels.swiglu import triton as ours
+
+    if not given.model.gated:
+        return
+    ffn = given.model.ffn
+    h, dout = given.normal(given.tokens, 2 * ffn), given.normal(given.tokens, ffn, scale=1e-3)
+    size, near = f"{given.tokens}x{ffn}", 4e-3 if h.is_cuda else 2e-2  # uncompiled, as GELU's
+    variants: dict[str, Call] = {"Megatron-core": partial(swiglu, h), "ours": partial(ours.swiglu, h)}
+    pairs: Callable[[], Pairs] = lambda: [(ours.swiglu(h), swiglu(h))]  # noqa: E731
+    yield OpCase("SwiGLU forward", size, LAYERS, 6 * dout.numel(), variants, pairs, near)
+    variants = {"Megatron-core": partial(swiglu_back, dout, h), "ours": partial(ours.swiglu_backward, dout, h)}
+    pairs = lambda: [(ours.swiglu_backward(dout, h), swiglu_back(dout, h))]  # noqa: E731
+    yield OpCase("SwiGLU backward", size, LAYERS, 10 * dout.numel(), variants, pairs, near)
+
+
 def dropouts(given: Inputs) -> Iterator[OpCase]:
     """Bias, dropout and residual; backward with the bias gradient. Two a layer."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -177,11 +196,19 @@ def dropouts(given: Inputs) -> Iterator[OpCase]:
 def casts(given: Inputs) -> Iterator[OpCase]:
     """An op and a cast of its output to FP8 along rows and columns by a known scale: two kernels, or one."""
     from megatron_lowprec.formats import FORMATS
-    from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue, DropoutGrad, QkvGrad, norm_output
+    from megatron_lowprec.kernels.cast_fp8.prologue import (
+        CastPrologue,
+        DropoutGrad,
+        QkvGrad,
+        Swiglu,
+        SwigluGrad,
+        norm_output,
+    )
     from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule
     from megatron_lowprec.kernels.cast_fp8.triton import cast_fp8
     from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
     from megatron_lowprec.kernels.layernorm.triton import norm, statistics
+    from megatron_lowprec.kernels.swiglu.triton import swiglu, swiglu_backward
 
     T, H, heads = given.tokens, given.model.hidden, given.model.heads
     dout = given.normal(T, H)
@@ -192,14 +219,16 @@ def casts(given: Inputs) -> Iterator[OpCase]:
         known = {"amax": amax, "observed": observed, "sums": sums}
         return cast_fp8(source, rules[fmt], rowwise=True, columnwise=True, **known)  # type: ignore[arg-type]
 
-    def case(name: str, unfused: Callable[[], Fp8Cast], fused: Callable[[], Fp8Cast], N: int = H) -> OpCase:
+    def case(
+        name: str, unfused: Callable[[], Fp8Cast], fused: Callable[[], Fp8Cast], N: int = H, entry_bytes: int = 4
+    ) -> OpCase:
         def pairs() -> Pairs:
             ours, theirs = fused(), unfused()
             for pair in (ours.rowwise_data, theirs.rowwise_data), (ours.columnwise_data, theirs.columnwise_data):
                 yield tuple(data.float() for data in pair)  # type: ignore[union-attr,misc]
 
         variants, times = {"unfused": unfused, "fused": fused}, 2 * LAYERS if N == H else LAYERS
-        return OpCase(name, f"{T}x{N}", times, 4 * T * N, variants, pairs, near)
+        return OpCase(name, f"{T}x{N}", times, entry_bytes * T * N, variants, pairs, near)
 
     rules = {fmt: Fp8Rule(FORMATS[fmt], "tensor") for fmt in ("e4m3", "e5m2")}
     key = torch.tensor([1, -2], dtype=torch.int32, device=dout.device)
@@ -219,6 +248,19 @@ def casts(given: Inputs) -> Iterator[OpCase]:
             f"{name} + cast, both",
             lambda b=b: cast(norm(dout, weight, b, EPS).y, "e4m3"),  # type: ignore[misc]
             lambda b=b: cast(normed(b), "e4m3"),  # type: ignore[misc]
+        )
+    if given.model.gated:
+        F = given.model.ffn
+        h, grad = given.normal(T, 2 * F), given.normal(T, F)
+        yield case(
+            "SwiGLU + cast, both", lambda: cast(swiglu(h), "e4m3"), lambda: cast(Swiglu(h), "e4m3"), F, entry_bytes=6
+        )
+        yield case(
+            "SwiGLU's gradient + cast, both",
+            lambda: cast(swiglu_backward(grad, h), "e5m2"),
+            lambda: cast(SwigluGrad(grad, h), "e5m2"),
+            2 * F,
+            entry_bytes=5,
         )
     width, dq, dk, dv = H // heads, *(given.normal(T, H) for _ in range(3))
 
@@ -331,6 +373,7 @@ OPS: dict[str, Callable[[Inputs], Iterator[OpCase]]] = {
     "norm": norms,
     "bias": qkv_bias,
     "gelu": gelus,
+    "swiglu": swiglus,
     "dropout": dropouts,
     "cast": casts,
     "transpose": transposes,

@@ -81,8 +81,8 @@ class Mlp(Part, Protocol):
     def graph_obstacle(self, config: Config) -> str | None:
         """Why CUDA graphs cannot capture the part, such as sizes that depend on data; None if they can."""
 
-    def fuses_bias_gelu(self, config: Config) -> bool:
-        """Whether bias and GELU are fused into one kernel, which --recompute-gelu needs."""
+    def fuses_activation(self, config: Config) -> bool:
+        """Whether one kernel computes the activation of the MLP, which --recompute-gelu needs."""
 
     def backward_bytes(self, config: Config) -> float:
         """Bytes of the widest activation's gradient: the input of linear_fc2 for the tokens of one GEMM."""

@@ -52,13 +52,13 @@ def transformer_fields(config: Config) -> dict[str, Any]:
         "activation_func": F.silu if config.swiglu else squared_relu if config.squared_relu else F.gelu,
         # Megatron-core's fused bias + GELU is the tanh approximation that GPT-2 uses, so CPU and GPU must agree on it.
         # There is no fused form without a bias.
-        "bias_activation_fusion": fuses_bias_gelu(config) or config.swiglu,
+        "bias_activation_fusion": fuses_activation(config) or config.swiglu,
     }
 
 
-def fuses_bias_gelu(config: Config) -> bool:
-    """Whether bias and GELU are fused into one kernel."""
-    return not (config.swiglu or config.squared_relu or config.disable_bias_linear)
+def fuses_activation(config: Config) -> bool:
+    """Whether one kernel computes the activation: GELU with a bias, SwiGLU without one."""
+    return config.swiglu == config.disable_bias_linear and not config.squared_relu
 
 
 def linear_sites(config: Config, layer: int) -> tuple[LinearSite, ...]:

@@ -174,8 +174,8 @@ def transformer_fields(config: Config) -> dict[str, Any]:
     }
 
 
-def fuses_bias_gelu(config: Config) -> bool:
-    """Whether bias and GELU are fused into one kernel: not for experts."""
+def fuses_activation(config: Config) -> bool:
+    """Whether one kernel computes the activation: not for experts."""
     return False
 
 

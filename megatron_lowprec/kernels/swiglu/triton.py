@@ -1,0 +1,119 @@
+"""SwiGLU and its gradient, in one pass each.
+
+Bytes an entry of the output in bf16: forward 6, backward 10. For [8192, 14336] at 4.2 TB/s: 168 and 280 microseconds.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_lowprec.kernels.amax.triton_ops import larger, raise_to_amax
+from megatron_lowprec.kernels.interpreted import INTERPRETED
+
+_MINUS_LOG2E = tl.constexpr(-1.0 / math.log(2.0))
+_ROWS, _COLUMNS, _WARPS = 2, 1024, 4
+
+
+@triton.jit
+def _logistic(x):
+    """``sigmoid(x)``; all kernels give equal bits."""
+    power = x * _MINUS_LOG2E
+    if INTERPRETED:
+        factor = 1.0 / (1.0 + tl.exp2(power))
+    else:
+        # omits the subnormal handling of Triton's exp2 and division, as kernels.gelu does
+        factor = tl.inline_asm_elementwise(
+            """{ .reg .f32 sum; ex2.approx.ftz.f32 sum, $1; add.f32 sum, sum, 0f3F800000;
+            rcp.approx.ftz.f32 $0, sum; }""",
+            "=f,f", [power], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return factor
+
+
+@triton.jit
+def swiglu_of(gate, up):
+    """SwiGLU of fp32 entries; products only, so that no compiler can fuse them otherwise."""
+    return gate * _logistic(gate) * up
+
+
+@triton.jit
+def swiglu_slopes_of(gate, up):
+    """Derivatives of SwiGLU by the gate and by ``up`` at fp32 entries."""
+    factor = _logistic(gate)
+    active = gate * factor
+    return up * tl.fma(active, 1.0 - factor, factor), active
+
+
+@triton.jit
+def _forward_kernel(h_ptr, out_ptr, amax_ptr, T, F, OBSERVES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (rows < T)[:, None] & (columns < F)[None, :]
+    row = rows.to(tl.int64)[:, None]
+    at = row * (2 * F) + columns[None, :]
+    gate = tl.load(h_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(h_ptr + at + F, mask=inside, other=0.0).to(tl.float32)
+    out = swiglu_of(gate, up).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * F + columns[None, :], out, mask=inside)
+    if OBSERVES:
+        raise_to_amax(amax_ptr, tl.where(inside, out.to(tl.float32), 0.0))
+
+
+@triton.jit
+def _backward_kernel(
+    dout_ptr, h_ptr, dh_ptr, amax_ptr, T, F, OBSERVES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (rows < T)[:, None] & (columns < F)[None, :]
+    row = rows.to(tl.int64)[:, None]
+    at = row * (2 * F) + columns[None, :]
+    gate = tl.load(h_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(h_ptr + at + F, mask=inside, other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptr + row * F + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    by_gate, by_up = swiglu_slopes_of(gate, up)
+    dgate, dup = (dout * by_gate).to(dh_ptr.dtype.element_ty), (dout * by_up).to(dh_ptr.dtype.element_ty)
+    tl.store(dh_ptr + at, dgate, mask=inside)
+    tl.store(dh_ptr + at + F, dup, mask=inside)
+    if OBSERVES:
+        largest = larger(tl.abs(dgate.to(tl.float32)), tl.abs(dup.to(tl.float32)))
+        raise_to_amax(amax_ptr, tl.where(inside, largest, 0.0))
+
+
+def swiglu(h: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
+    """As ``reference.swiglu``; h contiguous."""
+    T, F = h.shape[0], h.shape[1] // 2
+    out = torch.empty((T, F), dtype=h.dtype, device=h.device)
+    _forward_kernel[triton.cdiv(T, _ROWS), triton.cdiv(F, _COLUMNS)](
+        h,
+        out,
+        out if amax is None else amax,
+        T,
+        F,
+        OBSERVES=amax is not None,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        num_warps=_WARPS,
+    )
+    return out
+
+
+def swiglu_backward(dout: torch.Tensor, h: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
+    """As ``reference.swiglu_backward``; dout and h contiguous."""
+    T, F = dout.shape
+    dh = torch.empty_like(h)
+    _backward_kernel[triton.cdiv(T, _ROWS), triton.cdiv(F, _COLUMNS)](
+        dout,
+        h,
+        dh,
+        dh if amax is None else amax,
+        T,
+        F,
+        OBSERVES=amax is not None,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        num_warps=_WARPS,
+    )
+    return dh

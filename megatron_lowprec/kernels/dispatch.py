@@ -27,6 +27,7 @@ from megatron_lowprec.kernels.operand_stats import reference as operand_stats_re
 from megatron_lowprec.kernels.packed_cast import reference as packed_cast_reference
 from megatron_lowprec.kernels.partial_cast import reference as partial_cast
 from megatron_lowprec.kernels.quantize.rule import MxRule
+from megatron_lowprec.kernels.rope import reference as rope_reference
 from megatron_lowprec.kernels.scaled_adam import reference as scaled_adam
 from megatron_lowprec.kernels.swiglu import reference as swiglu_reference
 from megatron_lowprec.kernels.transpose_codes import reference as transpose_codes_reference
@@ -130,6 +131,8 @@ norm_statistics = _op(layernorm.statistics)
 norm_backward = _op(layernorm.norm_backward)
 bias_gelu = _op(gelu.bias_gelu)
 bias_gelu_backward = _op(gelu.bias_gelu_backward)
+rope = _op(rope_reference.rope)
+rope_backward = _op(rope_reference.rope_backward)
 swiglu = _op(swiglu_reference.swiglu)
 swiglu_backward = _op(swiglu_reference.swiglu_backward)
 bias_dropout_add = _op(dropout.bias_dropout_add)

@@ -1,4 +1,7 @@
-"""A bias alone, with GELU, and with dropout and a residual, and SwiGLU, against float64: references and kernels."""
+"""A bias alone, with GELU, and with dropout and a residual; SwiGLU; rope: references and kernels.
+
+All are compared with float64, but rope's kernel with its reference, whose bits a GPU has.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from megatron_lowprec.kernels.bias import reference as bias_reference
 from megatron_lowprec.kernels.dropout import reference as dropout_reference
 from megatron_lowprec.kernels.gelu import reference as gelu_reference
 from megatron_lowprec.kernels.philox.reference import draw_bits
+from megatron_lowprec.kernels.rope import reference as rope_reference
 from megatron_lowprec.kernels.swiglu import reference as swiglu_reference
 from tests.kernels.interpreted import main, steps_of
 
@@ -111,6 +115,27 @@ def swiglu_errors(rows: int, columns: int, dtype: torch.dtype, module: Any, devi
             yield f"swiglu {rows}x{columns} {dtype}: {int((~(over <= 0)).sum())} entries of {name} are off"
 
 
+def rope_errors(rows: int, columns: int, dtype: torch.dtype, module: Any, device: str) -> Iterator[str]:
+    """Rotations other than the reference's by a bit, or in the interpreter by a step of each rounding.
+
+    Heads lie apart as in the output of linear_qkv, gradients as attention leaves them.
+    """
+    width, turned = (24, 12) if columns % 16 else (16, 16)
+    generator = torch.Generator().manual_seed(rows + columns)
+    mixed = torch.randn(rows, 2, 3, 4 * width + 8, generator=generator).to(device, dtype)
+    x = mixed[..., : 4 * width].unflatten(-1, (4, width))
+    dout = torch.randn(2, 12, rows, width, generator=generator).to(device, dtype).permute(2, 0, 1, 3)
+    angles = (100 * torch.randn(rows, 1, 1, turned, generator=generator)).to(device)
+    eps = 0.0 if device == "cuda" else 4 * torch.finfo(dtype).eps
+    for name, of in (("rope", x), ("rope_backward", dout)):
+        turn = rope_reference.cos_and_sin(angles, dtype)
+        got, want = getattr(module, name)(of, *turn), getattr(rope_reference, name)(of, *turn)
+        flat = of.flatten(2, 3) if of.dim() == 5 else of
+        bound = eps * (flat.float().abs() + flat[..., :turned].float().abs().amax(-1, keepdim=True))
+        if got.dtype != dtype or got.shape != want.shape or not bool(((got - want).float().abs() <= bound).all()):
+            yield f"{name} {rows}x{columns} {dtype}: differs from the reference"
+
+
 def dropout_errors(rows: int, columns: int, dtype: torch.dtype, module: Any, device: str) -> Iterator[str]:
     """As above; which entries are dropped must be what the stream says, to the last one."""
     x, bias, dout = tensors(rows, columns, dtype, device)
@@ -149,13 +174,21 @@ def differences(device: str, reference: bool = False, large: bool = False) -> tu
     gelu: Any = gelu_reference
     dropout: Any = dropout_reference
     swiglu: Any = swiglu_reference
+    rope: Any = rope_reference
     if not reference:
         from megatron_lowprec.kernels.bias import triton as bias
         from megatron_lowprec.kernels.dropout import triton as dropout
         from megatron_lowprec.kernels.gelu import triton as gelu
+        from megatron_lowprec.kernels.rope import triton as rope
         from megatron_lowprec.kernels.swiglu import triton as swiglu
     cases = list(product(sizes(large), DTYPES))
-    checks = ((bias_errors, bias), (gelu_errors, gelu), (swiglu_errors, swiglu), (dropout_errors, dropout))
+    checks = (
+        (bias_errors, bias),
+        (gelu_errors, gelu),
+        (swiglu_errors, swiglu),
+        (dropout_errors, dropout),
+        (rope_errors, rope),
+    )
     found = [line for check, module in checks for size, dtype in cases for line in check(*size, dtype, module, device)]
     return len(checks) * len(cases), found
 

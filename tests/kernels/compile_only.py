@@ -106,6 +106,7 @@ def around_linears() -> None:
     from megatron_lowprec.kernels.dropout.triton import bias_dropout_add, bias_dropout_add_backward
     from megatron_lowprec.kernels.gelu.triton import bias_gelu, bias_gelu_backward
     from megatron_lowprec.kernels.layernorm.triton import norm, norm_backward, statistics
+    from megatron_lowprec.kernels.rope.triton import rope, rope_backward
     from megatron_lowprec.kernels.swiglu.triton import swiglu, swiglu_backward
 
     x, w, amax = torch.zeros(256, 1024).bfloat16(), torch.zeros(1024).bfloat16(), torch.zeros(1)
@@ -118,6 +119,10 @@ def around_linears() -> None:
     add_bias_(x, w)
     bias_gelu(x, w, amax)
     bias_gelu_backward(x, x, w, amax=amax)
+    for turned in (128, 64):
+        turn = torch.zeros(32, 1, 1, turned).bfloat16()
+        rope(x.view(32, 2, 8, 4, 128), turn, turn)
+        rope_backward(x.view(32, 2, 32, 128), turn, turn)
     swiglu(x, amax)
     swiglu_backward(x[:, :512].contiguous(), x, amax)
     bias_dropout_add(x, w, x, 0.1, key)

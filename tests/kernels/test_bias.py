@@ -1,10 +1,11 @@
-"""Bias, GELU and dropout: references and kernels; interpreted here, compiled where there is a GPU."""
+"""Bias, activations, dropout and rope: references and kernels; interpreted here, compiled where there is a GPU."""
 
 import pytest
 import torch
 
 from megatron_lowprec.kernels.dropout import reference as dropout
 from megatron_lowprec.kernels.gelu import reference
+from megatron_lowprec.kernels.rope import reference as rope
 from tests.kernels.bias_cases import differences
 from tests.kernels.interpreted import assert_no_differences
 
@@ -16,6 +17,22 @@ def test_references() -> None:
 @pytest.mark.slow
 def test_interpreted_kernels() -> None:
     assert_no_differences("tests.kernels.bias_cases")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "turned"), [(16, 16), (24, 12)])
+def test_rope_is_megatron_cores_bit_for_bit(dtype: torch.dtype, width: int, turned: int) -> None:
+    """Its gradient as well, which torch's operations give."""
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    x = torch.randn(5, 2, 3, 4, width).to(dtype).requires_grad_()
+    angles, dout = 100 * torch.randn(5, 1, 1, turned), torch.randn(5, 2, 12, width).to(dtype)
+    want = _apply_rotary_pos_emb_bshd(x.flatten(2, 3), angles)
+    turn = rope.cos_and_sin(angles, dtype)
+    assert torch.equal(rope.rope(x, *turn), want)
+    want.backward(dout)
+    assert x.grad is not None
+    assert torch.equal(rope.rope_backward(dout, *turn), x.grad.flatten(2, 3))
 
 
 @pytest.mark.parametrize("name", ["SLOPE", "CUBIC"])

@@ -39,6 +39,7 @@ KERNELS = (
     ("layernorm", "norm"),
     ("gelu", "bias_gelu"),
     ("swiglu", "swiglu"),
+    ("rope", "rope"),
     ("cross_entropy", "logit_sums"),
     ("dropout", "bias_dropout_add"),
 )
@@ -85,7 +86,13 @@ def build(
     )
     model_parallel_cuda_manual_seed(5)
     torch.manual_seed(5)
-    model = LowPrecGPTModel(config, gpt_block_spec(config), vocab_size=VOCABULARY, max_sequence_length=SEQUENCE)
+    model = LowPrecGPTModel(
+        config,
+        gpt_block_spec(config),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type="rope" if gated else "learned_absolute",
+    )
     generator = torch.Generator().manual_seed(dist.get_rank())
     for name, weight in model.named_parameters():
         if weight.dim() == 1:  # biases begin as zeros, weights of norms as ones
@@ -141,7 +148,7 @@ def same(shape: str, **more: Any) -> None:
     got, launched = run(shape, True, **more)
     gelu, bias = SHAPES[shape][1] == "gelu", SHAPES[shape][0] == "LayerNorm"
     norms = 9 if more.get("qk_layernorm") else 5
-    calls = (2 * bias, norms, 2 * gelu, 2 * (not gelu), 1, 4)
+    calls = (2 * bias, norms, 2 * gelu, 2 * (not gelu), 4 * (not gelu), 1, 4)
     assert list(launched.values()) == list(calls), launched
     assert not any(none.values())
     assert got.keys() == want.keys()

@@ -1,16 +1,19 @@
 """Operands that travel in a tensor's place: taken once, by the layer they are for, and NaN to everyone else."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_lowprec import get_recipe
+from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.linear.backends import resolved
 from megatron_lowprec.linear.layer_tensors import GradOutput
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attach_metadata, attached_input, placeholder_like
+from megatron_lowprec.mcore.layers.self_attention import LowPrecSelfAttention
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
@@ -143,3 +146,27 @@ def test_amax_of_rows_are_found_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -
     linear_gemms, weight = linear_gemms_of("fp8_rowwise"), torch.zeros(128, 128, dtype=torch.bfloat16)
     linear_gemms.backends.resolve(weight)
     assert not linear_gemms.accepts_split_input(weight)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "fused"),
+    [
+        ({}, {}, True),
+        ({"rotary_interleaved": True}, {}, False),
+        ({"no_rope_freq": [0, 1]}, {}, False),
+        ({"yarn_rotary_scaling_factor": 4.0}, {}, False),
+        ({}, {"packed_seq_params": object()}, False),
+        ({}, {"inference_context": object()}, False),
+        ({}, {"rotary_pos_emb": (torch.zeros(4, 1, 1, 8), torch.zeros(4, 1, 1, 8))}, False),
+        ({}, {"rotary_pos_emb": torch.zeros(4, 2, 1, 8)}, False),
+        ({}, {"rotary_pos_emb": None}, False),
+    ],
+)
+def test_the_kernel_rotates_only_as_megatron_core_would(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], options: dict[str, Any], fused: bool
+) -> None:
+    monkeypatch.setattr(dispatch, "fuses", lambda _: True)
+    layer: Any = SimpleNamespace(config=SimpleNamespace(**config))
+    given = {"rotary_pos_emb": torch.zeros(4, 1, 1, 8)} | options
+    found = LowPrecSelfAttention._fused_angles(layer, torch.zeros(4, 1, 8), given)
+    assert (found is not None) == fused

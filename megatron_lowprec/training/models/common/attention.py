@@ -102,11 +102,16 @@ def activations(config: Config, runs: Execution | None, layer: int) -> dict[str,
         saved["queries and keys on their own"] = query + (key_value if turned else 0.0)
     if config.qk_layernorm:
         saved["inputs of the norms of queries and keys"] = query + key_value
-    if turned:  # cosine and sine, for queries and keys
+    if turned and not (runs is not None and runs.fused and plain_rope(config)):  # for queries and keys
         saved["cosines and sines"] = 4 * require(config.seq_length) * int(channels * config.rotary_percent) * width
     if config.recompute_granularity != "selective":
         saved |= saved_scores(config)
     return saved
+
+
+def plain_rope(config: Config) -> bool:
+    """Whether a GPU's kernel rotates queries and keys, and saves nothing for it."""
+    return config.position_embedding_type == "rope" and config.rope_type == "rope"
 
 
 def output_codes(runs: Execution | None, entries: float) -> dict[str, float]:

@@ -98,6 +98,11 @@ class LinearGemms:
         """The layer under another recipe; amax histories start empty."""
         return self._with(recipe)
 
+    def on_shard(self, linear_id: LinearId, reduce_amax: Reduce | None) -> "LinearGemms":
+        """The GEMMs of a rank's shard of the layer, with the same amax histories."""
+        options: dict[str, Any] = {"linear_id": linear_id, "reduce_amax": reduce_amax, "histories": self.histories}
+        return self._with(self.recipe, emulate_accumulator=self._fp8_sums, **options)
+
     def unrecorded(self, current: frozenset[str] = frozenset()) -> "LinearGemms":
         """The layer for passes that record no amax and gather no codes; tensors in ``current`` get current scales."""
         if current not in self._unrecorded:

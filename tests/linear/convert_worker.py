@@ -19,6 +19,7 @@ from megatron_lowprec.linear.fp8_all_gather import enable_fp8_all_gather
 from megatron_lowprec.linear.lowprec_linear import LowPrecLayer
 from megatron_lowprec.recipe.parsing import load_recipe
 from tests.checks import run_checks
+from tests.linear import tensor_parallel_checks
 from tests.linear.tiny_models import Gpt2Block, LlamaBlock, TinyModel, build, tokens_of
 
 RECIPES = ("fp8_current", "mxfp8", "fp8_delayed", "mxfp4_rht_sr", "fp8_mxfp4_rht_sr")
@@ -295,6 +296,7 @@ check(amaxes_need_the_group)
 check(optimizer_within_the_backward_pass)
 check(idle_layers_keep_their_amaxes)
 check(wrapped_models_are_refused)
+CHECKS |= tensor_parallel_checks.CHECKS
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from tests.checks import assert_none_failed
 from tests.launch import torchrun
-from tests.linear import convert_worker
+from tests.linear import convert_worker, tensor_parallel_checks
+from tests.linear.layers import NAMES
 from tests.weekly import checks_of
 
 WEEKLY = {
@@ -19,6 +20,7 @@ WEEKLY = {
     "equals_one_process-fsdp, FP8 all-gather-fp8_current-llama-not reentrant",
     *(f"sharded_state_round_trip-fp8_current-{broadcast}" for broadcast in (False, True)),
     "sharded_state_round_trip-fp8_mxfp4_rht_sr-False",
+    *tensor_parallel_checks.WEEKLY,
 }
 
 
@@ -34,4 +36,7 @@ def test_all_checks_on_two_processes(weekly: bool, tmp_path: Path) -> None:
 def test_the_worker_has_all_checks() -> None:
     # 5 recipes and 2 with recomputation on both wrappers, 1 of GPT-2's form, 8 of an FP8 all-gather, 6 of a state dict,
     # 5 by themselves
-    assert len(convert_worker.CHECKS) == 2 * (5 + 2) + 1 + 8 + 6 + 5
+    others = [name for name in convert_worker.CHECKS if name not in tensor_parallel_checks.CHECKS]
+    assert len(others) == 2 * (5 + 2) + 1 + 8 + 6 + 5
+    # each recipe's operands for both splits; 7 models, 4 by themselves
+    assert len(tensor_parallel_checks.CHECKS) == 2 * (len(NAMES) - 1) + 7 + 4

@@ -19,6 +19,7 @@ from megatron_lowprec.linear.backends.protocol import (
 from megatron_lowprec.linear.backends.resolved import LayerBackends, Resolved
 from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward, in_memory, transposes
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax, LinearId
+from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
 from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
 from megatron_lowprec.quantization.amax_history import AmaxHistory, add_tensors
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
@@ -336,6 +337,8 @@ class LinearGemms:
     ) -> QuantizedTensor | None:
         """Weight of fprop (rowwise) or dgrad (columnwise) from the cache or an FP8 primary weight; else None."""
         # the cache also serves passes without amax update, such as the first of an activation recomputation
+        if isinstance(w_OI, GatheredWeight):
+            return w_OI.operand(gemm, backend)
         cached = self.weight_cache.get(gemm, backend.name) if self.weight_cache.holds(gemm) else None
         if not isinstance(w_OI, Fp8Weight):
             return cached

@@ -15,6 +15,7 @@ from megatron_lowprec.linear.layer_tensors import SavedForBackward, backward_gem
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import once_differentiable, refuse
+from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
 from megatron_lowprec.linear.sharding.tensor_parallel import forward_on_mesh, is_dtensor
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import RngStep
@@ -144,7 +145,7 @@ class LowPrecLayer(StatefulLayer):
 
     def _check_gathered(self, weight: torch.Tensor, kind: str) -> None:
         name = self.linear_gemms.linear_id.name
-        if not isinstance(weight, Fp8Weight):
+        if not isinstance(weight, (Fp8Weight, GatheredWeight)):
             raise UserError(
                 f"the weight of {name} was not gathered as FP8 codes: the model was moved or its parameters replaced "
                 f"after enable_fp8_all_gather; call that last"

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -14,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -27,14 +25,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from megatron_lowprec import Recipe, UserError, convert, get_recipe
+from megatron_lowprec import UserError, convert
 from megatron_lowprec.linear.backends.emulated import dense
 from megatron_lowprec.linear.linear_id import DIMS
-from megatron_lowprec.recipe.activation_spec import ActivationSpec
 from megatron_lowprec.recipe.parsing import load_recipe
-from megatron_lowprec.recipe.recipe import GradientSpec, KeepBf16, OptimizerSpec
-from tests.linear.layers import NAMES
+from tests.linear.layers import NAMES, of_layers
 from tests.linear.tiny_models import TinyModel, build, tokens_of
+from tests.linear.wrapping import all_ranks, check_in, own_group
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "mlp.gate_proj", "mlp.up_proj")
 PLAN = {
@@ -50,19 +47,6 @@ ROUNDING = 1e-13
 """Relative, of a loss in fp64 from up to 1e3 sums whose order differs; another code changes it by 1e-7 or more."""
 
 CHECKS: dict[str, Callable[[], None]] = {}
-
-
-def check(function: Callable[..., None], *arguments: Any) -> None:
-    CHECKS["-".join([function.__name__, *map(str, arguments)])] = lambda: function(*arguments)
-
-
-def own_group() -> dist.ProcessGroup:
-    """The group of this rank."""
-    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-
-
-def all_ranks() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def in_fp64(recipe: str, recompute: str = "", **options: Any) -> TinyModel:
@@ -123,12 +107,6 @@ def part_of(whole: torch.Tensor, dims: str, split: str) -> torch.Tensor:
     if split not in dims or whole.shape[dims.index(split)] == 1:
         return whole
     return whole.chunk(dist.get_world_size(), dims.index(split))[dist.get_rank()]
-
-
-def of_layers(name: str) -> Recipe:
-    """A recipe's GEMMs in all layers, without what is not of layers."""
-    plain: dict[str, Any] = {"keep_bf16": KeepBf16(), "fp8_weights": False, "optimizer": OptimizerSpec(), "rules": ()}
-    return replace(get_recipe(name), **plain, gradients=GradientSpec(), activations=ActivationSpec())
 
 
 def shards_have_the_operands_of_one_process(recipe: str, split: str) -> None:
@@ -288,15 +266,15 @@ def refusals() -> None:
 for recipe in NAMES:
     if recipe != "bf16":
         for split in ("O", "I"):
-            check(shards_have_the_operands_of_one_process, recipe, split)
+            check_in(CHECKS, shards_have_the_operands_of_one_process, recipe, split)
 for recipe in ("fp8_current", "fp8_delayed", "fp8_rowwise", "mxfp4_rht_sr", "nvfp4_all"):
-    check(sequence_parallel_model, recipe)
-check(sequence_parallel_model, "fp8_mxfp4_rht_sr", "reentrant")
-check(sequence_parallel_model, "fp8_delayed", "not reentrant")
-check(prepared_modules)
-check(state_survives_a_checkpoint, "fp8_mxfp4_rht_sr")
-check(replicated_layer)
-check(refusals)
+    check_in(CHECKS, sequence_parallel_model, recipe)
+check_in(CHECKS, sequence_parallel_model, "fp8_mxfp4_rht_sr", "reentrant")
+check_in(CHECKS, sequence_parallel_model, "fp8_delayed", "not reentrant")
+check_in(CHECKS, prepared_modules)
+check_in(CHECKS, state_survives_a_checkpoint, "fp8_mxfp4_rht_sr")
+check_in(CHECKS, replicated_layer)
+check_in(CHECKS, refusals)
 
 _KINDS = ("fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp4_rht_sr", "nvfp4_all", "quartet2")
 WEEKLY = {

@@ -6,7 +6,7 @@ import pytest
 
 from tests.checks import assert_none_failed
 from tests.launch import torchrun
-from tests.linear import convert_worker, tensor_parallel_checks
+from tests.linear import convert_worker, fp8_gather_checks, tensor_parallel_checks
 from tests.linear.layers import NAMES
 from tests.weekly import checks_of
 
@@ -34,9 +34,12 @@ def test_all_checks_on_two_processes(weekly: bool, tmp_path: Path) -> None:
 
 
 def test_the_worker_has_all_checks() -> None:
-    # 5 recipes and 2 with recomputation on both wrappers, 1 of GPT-2's form, 8 of an FP8 all-gather, 6 of a state dict,
+    # 5 recipes and 2 with recomputation on both wrappers, 1 of GPT-2's form, 6 of an FP8 all-gather, 6 of a state dict,
     # 5 by themselves
-    others = [name for name in convert_worker.CHECKS if name not in tensor_parallel_checks.CHECKS]
-    assert len(others) == 2 * (5 + 2) + 1 + 8 + 6 + 5
+    gathers, parallel = fp8_gather_checks.CHECKS, tensor_parallel_checks.CHECKS
+    others = [name for name in convert_worker.CHECKS if name not in gathers and name not in parallel]
+    assert len(others) == 2 * (5 + 2) + 1 + 6 + 6 + 5
+    # bytes of 7 recipes and of 2 in fp32, 2 checkpoints, 6 by themselves
+    assert len(gathers) == 7 + 2 + 2 + 6
     # each recipe's operands for both splits; 7 models, 4 by themselves
-    assert len(tensor_parallel_checks.CHECKS) == 2 * (len(NAMES) - 1) + 7 + 4
+    assert len(parallel) == 2 * (len(NAMES) - 1) + 7 + 4

@@ -66,11 +66,16 @@ def losses_of(model: nn.Module, batches: list[list[int]]) -> list[float]:
             with loss_parallel():
                 loss = model(tokens_of(batch))
                 (loss / len(step)).backward()
-            loss = loss.detach()
-            losses.append(float(loss.full_tensor() if isinstance(loss, DTensor) else loss))
+            losses.append(total(loss))
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def total(loss: torch.Tensor) -> float:
+    """A loss that may be a DTensor."""
+    loss = loss.detach()
+    return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
 
 
 def assert_close(losses: list[float], expected: list[float]) -> None:

@@ -58,7 +58,7 @@ class GatheredWeight(torch.Tensor):
             )
         codes = self.gathered.codes(gemm)
         data, scale = backend.from_codes(codes, columnwise=False)
-        operand, above = QuantizedTensor(self.shape, self.dtype, codes.spec, folded=scale is None), None
+        operand = QuantizedTensor(self.shape, self.dtype, codes.spec, folded=scale is None)
         above = codes.rowwise_tensor_scale
         if gemm == "fprop":
             operand.rowwise_data, operand.rowwise_scale, operand.rowwise_tensor_scale = data, scale, above

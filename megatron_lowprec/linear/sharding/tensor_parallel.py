@@ -74,7 +74,7 @@ class _PartOfSum(torch.autograd.Function):
         return bias / ranks
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 
@@ -145,9 +145,9 @@ def _replica(layer: LowPrecLayer, shards: dist.ProcessGroup) -> int:
     places = [ranks.index(rank) for rank in dist.get_process_group_ranks(shards) if rank in ranks]
     if len(places) == 1:
         return own
-    count, me = shards.size(), ranks.index(dist.get_rank())
-    stride = places[1] - places[0]
-    if places != [places[0] + stride * index for index in range(count)] or stride < 1 or places[0] // stride % count:
+    count, stride, me = shards.size(), places[1] - places[0], ranks.index(dist.get_rank())
+    grid = stride > 0 and places[0] // stride % count == 0 and len(ranks) % (stride * count) == 0
+    if not grid or places != [places[0] + stride * index for index in range(count)]:
         raise UserError(
             f"ranks {dist.get_process_group_ranks(shards)} hold shards of {layer.linear_gemms.linear_id.name}, but no "
             f"data-parallel rank follows from the group of convert: pass convert(group=...), the ranks with replicas, "

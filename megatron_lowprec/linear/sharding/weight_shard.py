@@ -28,6 +28,7 @@ from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
 from megatron_lowprec.quantization.token_rows import stored_codes
 from megatron_lowprec.recipe.coverage import LinearSite, indivisible, primary_weight_spec
 from megatron_lowprec.recipe.schema import LinearRecipe, QuantSpec
+from megatron_lowprec.scaling import granularity_of
 
 _CODES = {
     False: CastRequest(True, False, update_amax=False, codes=True),
@@ -176,6 +177,8 @@ class CodedShard(WeightShard):
 
     Attributes:
         directions: the GEMMs whose codes are sent, in a forward pass and in a backward pass.
+        bytes: that this rank sends for a pass.
+        gemms: those whose codes the last all-gather brought.
     """
 
     def __init__(self, path: str, layer: LowPrecLayer, dtype: torch.dtype) -> None:
@@ -197,6 +200,7 @@ class CodedShard(WeightShard):
             shard = (sharing or shards)[0][0]
             self._cast[gemm] = layer.linear_gemms.on_shard(shard, partial(self._whole_amax, gemm))
         sizes = {gemm: self._bytes(gemm) for gemm in SIDES["weight"]}
+        self.directions: tuple[tuple[str, ...], tuple[str, ...]]
         if self._shared:
             self.directions = (("fprop",), ("fprop",))
         elif sum(sizes.values()) < self.rows * self.shape[1] * dtype.itemsize:
@@ -205,7 +209,8 @@ class CodedShard(WeightShard):
             self.directions = (("fprop",), ("dgrad",))
         self.bytes = max(sum(sizes[gemm] for gemm in gemms) for gemms in self.directions)
         self._tensor_scales = dict[str, torch.Tensor | None]()
-        self._sent = torch.empty(0)
+        self.gemms: tuple[str, ...] = ()
+        self._gathered = torch.empty(0)
 
     def amaxes(self, norm: torch.Tensor) -> list[tuple[torch.Tensor, tuple[dist.ProcessGroup, ...]]]:
         """As ``WeightShard``: of each direction whose scales span ranks, of the tensor or of its rows."""
@@ -245,8 +250,8 @@ class CodedShard(WeightShard):
 
     def receive(self, gathered: torch.Tensor, backward: bool, out: Any) -> Any:
         """As ``WeightShard``; codes are unpacked for each GEMM, since FSDP2 frees only what it gathered."""
-        self._gathered, self.gemms = gathered, SIDES["weight"] if self._shared else self.directions[backward]
-        self._sent_for = self.directions[backward]
+        self._gathered, self._sent = gathered, self.directions[backward]
+        self.gemms = SIDES["weight"] if self._shared else self._sent
         return GatheredWeight(self, self.shape, self.dtype, gathered.device) if out is None else out
 
     def codes(self, gemm: str) -> QuantizedTensor:
@@ -258,9 +263,10 @@ class CodedShard(WeightShard):
             return whole
         data, scale = whole.rowwise()
         assert scale is not None
-        turned = [each.t().contiguous() for each in (data, scale)]
-        above = whole.rowwise_tensor_scale
-        return QuantizedTensor(turned[0].shape, self.dtype, whole.spec, *turned, rowwise_tensor_scale=above)
+        turned = QuantizedTensor(torch.Size(self.shape[::-1]), self.dtype, whole.spec)
+        turned.rowwise_data, turned.rowwise_scale = data.t().contiguous(), scale.t().contiguous()
+        turned.rowwise_tensor_scale = whole.rowwise_tensor_scale
+        return turned
 
     def _shapes(self, gemm: str) -> tuple[tuple[int, int], tuple[int, int]]:
         """Shapes of a shard's operand and of its scales."""
@@ -279,17 +285,15 @@ class CodedShard(WeightShard):
         """Rowwise codes of a GEMM's operand, joined of the shards'."""
         (rows, columns), scales = self._shapes(gemm)
         spec, dim = self._specs[gemm], 0 if gemm == "fprop" else 1
-        ranks = self._gathered.view(self.group.size(), self.bytes)
-        first = sum(self._bytes(other) for other in self._sent_for[: self._sent_for.index(gemm)])
+        first = sum(self._bytes(other) for other in self._sent[: self._sent.index(gemm)])
+        ranks = self._gathered.view(self.group.size(), self.bytes)[:, first : first + self._bytes(gemm)]
         width = columns // 2 if FORMATS[spec.format].bits == 4 else columns
-        codes, scale = ranks[:, first : first + self._bytes(gemm)].split(
-            [rows * width, self._bytes(gemm) - rows * width], dim=1
-        )
-        data = stored_codes(_join(codes.reshape(-1, rows, width), dim), spec, self.dtype)
-        scale = scale.contiguous()
+        data = stored_codes(_join(ranks[:, : rows * width].reshape(-1, rows, width), dim), spec, self.dtype)
+        scale = ranks[:, rows * width :].clone(memory_format=torch.contiguous_format)  # at an address that fp32 has
         scale = (scale.view(torch.float32) if spec.scale_format == "fp32" else scale).view(-1, *scales)
-        # one scale along a dimension is the same on all ranks
-        scale = scale[0] if spec.block is None and scales[dim] == 1 else _join(scale, dim)
+        granularity = granularity_of(spec.granularity)
+        spans_ranks = (granularity.rows, granularity.columns)[dim] is None
+        scale = scale[0] if spans_ranks else _join(scale, dim)
         above = self._tensor_scales[gemm]
         return QuantizedTensor(data.shape, self.dtype, spec, data, scale, rowwise_tensor_scale=above)
 

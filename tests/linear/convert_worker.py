@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_lowprec import UserError, convert, get_recipe
 from megatron_lowprec.recipe.parsing import load_recipe
 from tests.checks import run_checks
-from tests.linear import fp8_gather_checks, tensor_parallel_checks
+from tests.linear import fp8_gather_checks, matrix_checks, tensor_parallel_checks
 from tests.linear.tiny_models import Gpt2Block, LlamaBlock, TinyModel, build, tokens_of
 from tests.linear.wrapping import check_in, full_state, is_converted, own_group, wrapped
 
@@ -186,7 +186,7 @@ check_in(CHECKS, amaxes_need_the_group)
 check_in(CHECKS, optimizer_within_the_backward_pass)
 check_in(CHECKS, idle_layers_keep_their_amaxes)
 check_in(CHECKS, wrapped_models_are_refused)
-CHECKS |= fp8_gather_checks.CHECKS | tensor_parallel_checks.CHECKS
+CHECKS |= fp8_gather_checks.CHECKS | tensor_parallel_checks.CHECKS | matrix_checks.CHECKS
 
 
 def main() -> None:

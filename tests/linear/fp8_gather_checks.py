@@ -149,25 +149,6 @@ def one_direction_a_pass() -> None:
         loss.backward()
 
 
-def compiled_layers_gather_codes() -> None:
-    """Compiled blocks, with graph breaks at the layers, have the losses of eager ones."""
-    losses: list[list[float]] = []
-    for compiles in (False, True):
-        model = convert(build(), "fp8_current", data_parallel_rank=0)
-        for layer in model.layers if compiles else ():
-            layer.compile(backend="eager")
-        sharded = wrapped("fsdp, FP8 all-gather", model)
-        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-        losses.append([])
-        for step in range(3):
-            loss = sharded(tokens_of(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
-    assert losses[0] == losses[1]
-
-
 def refusals() -> None:
     with pytest.raises(UserError, match="no converted layer"):
         enable_fp8_all_gather(wrapped("fsdp", build()))
@@ -223,7 +204,6 @@ check_in(CHECKS, evaluation_between_steps, "mxfp8")
 for function in (
     rows_that_ranks_cannot_halve,
     one_direction_a_pass,
-    compiled_layers_gather_codes,
     refusals,
     others_stay_in_the_compute_dtype,
 ):

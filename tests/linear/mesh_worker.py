@@ -16,8 +16,8 @@ from megatron_lowprec import UserError, convert, get_recipe
 from megatron_lowprec.linear.fp8_all_gather import enable_fp8_all_gather
 from tests.checks import run_checks
 from tests.linear.tensor_parallel_checks import PLAN, assert_close, in_fp64, total
-from tests.linear.tiny_models import tokens_of
-from tests.linear.wrapping import check_in, full_state, is_converted, own_group
+from tests.linear.tiny_models import build, tokens_of
+from tests.linear.wrapping import check_in, full_state, is_converted, own_group, wrapped
 
 CHECKS: dict[str, Callable[[], None]] = {}
 STEPS = 2
@@ -57,29 +57,45 @@ def equals_one_process(kind: str, recipe: str, recompute: str = "") -> None:
     mesh = mesh_of_both()
     model = in_fp64(recipe, recompute, data_parallel_rank=0, group=mesh["dp"].get_group())
     parallelize_module(model, mesh["tp"], PLAN)
-    wrapped: nn.Module = model
+    module: nn.Module = model
     if kind == "ddp":
-        wrapped = DistributedDataParallel(model, device_mesh=mesh["dp"])
+        module = DistributedDataParallel(model, device_mesh=mesh["dp"])
     else:
         for layer in model.layers:
             fully_shard(layer, mesh=mesh["dp"])
-        wrapped = fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
+        module = fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
     if kind == "fsdp, FP8 all-gather":
-        enable_fp8_all_gather(wrapped)
-    optimizer, losses = torch.optim.AdamW(wrapped.parameters(), lr=3e-3), []
+        enable_fp8_all_gather(module)
+    optimizer, losses = torch.optim.AdamW(module.parameters(), lr=3e-3), []
     for step in range(STEPS):
         with loss_parallel():
-            loss = wrapped(tokens_of(2 * step + mesh["dp"].get_local_rank()))
+            loss = module(tokens_of(2 * step + mesh["dp"].get_local_rank()))
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total(loss))
     assert_close(losses, [each[mesh["dp"].get_local_rank()] for each in expected])
     if get_recipe(recipe).delayed_operands():
-        state = model.state_dict() if kind == "ddp" else full_state(wrapped)
+        state = model.state_dict() if kind == "ddp" else full_state(module)
         if dist.get_rank() == 0:  # the full state is rank 0's
             assert amaxes
             assert [name for name, amax in amaxes.items() if not torch.equal(state[name], amax)] == []
+
+
+def replicas_of_shards(recipe: str) -> None:
+    """FSDP2 on two dimensions replicates shards: gathered codes change no bit of the losses."""
+    mesh, losses = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), []
+    for kind in ("fsdp", "fsdp, FP8 all-gather"):
+        model: Any = wrapped(kind, convert(build(), recipe, data_parallel_rank=0), mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        losses.append([])
+        for step in range(STEPS):
+            loss = model(tokens_of(4 * step + dist.get_rank()))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
 
 
 def ranks_of_draws() -> None:
@@ -109,9 +125,12 @@ for recipe in ("fp8_current", "fp8_delayed", "fp8_rowwise", "mxfp8"):
     check_in(CHECKS, equals_one_process, "fsdp, FP8 all-gather", recipe)
 check_in(CHECKS, equals_one_process, "ddp", "fp8_mxfp4_rht_sr", "not reentrant")
 check_in(CHECKS, equals_one_process, "fsdp", "fp8_mxfp4_rht_sr", "reentrant")
+for recipe in ("fp8_delayed", "mxfp8"):
+    check_in(CHECKS, replicas_of_shards, recipe)
 check_in(CHECKS, ranks_of_draws)
 
 WEEKLY = {
+    "replicas_of_shards-mxfp8",
     # the recipe runs in another of these checks, or on two processes
     *(f"equals_one_process-{kind}-{recipe}" for kind in ("ddp", "fsdp") for recipe in ("fp8_current", "mxfp4_rht_sr")),
     *(f"equals_one_process-{kind}-fp8_delayed" for kind in ("ddp", "fsdp")),

@@ -6,7 +6,7 @@ import pytest
 
 from tests.checks import assert_none_failed
 from tests.launch import torchrun
-from tests.linear import convert_worker, fp8_gather_checks, tensor_parallel_checks
+from tests.linear import convert_worker, fp8_gather_checks, matrix_checks, tensor_parallel_checks
 from tests.linear.layers import NAMES
 from tests.weekly import checks_of
 
@@ -20,6 +20,7 @@ WEEKLY = {
     "equals_one_process-fsdp, FP8 all-gather-fp8_current-llama-not reentrant",
     *(f"sharded_state_round_trip-fp8_current-{broadcast}" for broadcast in (False, True)),
     "sharded_state_round_trip-fp8_mxfp4_rht_sr-False",
+    *matrix_checks.WEEKLY,
     *tensor_parallel_checks.WEEKLY,
 }
 
@@ -37,9 +38,12 @@ def test_the_worker_has_all_checks() -> None:
     # 5 recipes and 2 with recomputation on both wrappers, 1 of GPT-2's form, 6 of an FP8 all-gather, 6 of a state dict,
     # 5 by themselves
     gathers, parallel = fp8_gather_checks.CHECKS, tensor_parallel_checks.CHECKS
-    others = [name for name in convert_worker.CHECKS if name not in gathers and name not in parallel]
+    imported = gathers | parallel | matrix_checks.CHECKS
+    others = [name for name in convert_worker.CHECKS if name not in imported]
     assert len(others) == 2 * (5 + 2) + 1 + 6 + 6 + 5
-    # bytes of 7 recipes and of 2 in fp32, 2 checkpoints, 6 by themselves
-    assert len(gathers) == 7 + 2 + 2 + 6
+    # bytes of 7 recipes and of 2 in fp32, 2 checkpoints, 5 by themselves
+    assert len(gathers) == 7 + 2 + 2 + 5
     # each recipe's operands for both splits; 7 models, 4 by themselves
     assert len(parallel) == 2 * (len(NAMES) - 1) + 7 + 4
+    # 4 kinds, 3 ways of recomputation, 8 cells each and 2 compiled ones; a refusal
+    assert len(matrix_checks.CHECKS) == 4 * 3 * (8 + 2) + 1

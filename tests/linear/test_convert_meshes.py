@@ -15,5 +15,5 @@ def test_all_checks_on_four_processes(weekly: bool, tmp_path: Path) -> None:
     names, out = checks_of(mesh_worker.CHECKS, mesh_worker.WEEKLY, weekly), tmp_path / "results.json"
     fork_ranks(4, ["-m", "tests.linear.mesh_worker", str(out), *names])
     assert_none_failed(out, names)
-    # 3 recipes on DDP and FSDP2, 4 of gathered codes, 2 with recomputation, 1 of draws
-    assert len(mesh_worker.CHECKS) == 2 * 3 + 4 + 2 + 1
+    # 3 recipes on DDP and FSDP2, 4 of gathered codes, 2 with recomputation, 2 of replicas, 1 of draws
+    assert len(mesh_worker.CHECKS) == 2 * 3 + 4 + 2 + 2 + 1

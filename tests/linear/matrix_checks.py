@@ -129,6 +129,6 @@ WEEKLY = CHECKS.keys() - {
     "fsdp, reentrant, accumulates, freezes, evaluates",
     "fsdp, FP8 all-gather, reentrant, accumulates, freezes, evaluates",
     "tp, not reentrant, accumulates, freezes, evaluates",
-    "tp, compiles",
+    "fsdp, FP8 all-gather, compiles",
     "codes_of_drawn_weights_are_refused",
 }

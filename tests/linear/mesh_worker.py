@@ -129,14 +129,12 @@ for recipe in ("fp8_delayed", "mxfp8"):
     check_in(CHECKS, replicas_of_shards, recipe)
 check_in(CHECKS, ranks_of_draws)
 
-WEEKLY = {
-    "replicas_of_shards-mxfp8",
-    # the recipe runs in another of these checks, or on two processes
-    *(f"equals_one_process-{kind}-{recipe}" for kind in ("ddp", "fsdp") for recipe in ("fp8_current", "mxfp4_rht_sr")),
-    *(f"equals_one_process-{kind}-fp8_delayed" for kind in ("ddp", "fsdp")),
-    *(f"equals_one_process-fsdp, FP8 all-gather-{recipe}" for recipe in ("fp8_current", "fp8_rowwise", "mxfp8")),
-    "equals_one_process-fsdp-fp8_mxfp4_rht_sr-reentrant",
+ON_EVERY_CHANGE = {
+    "equals_one_process-ddp-fp8_delayed",
+    "equals_one_process-fsdp, FP8 all-gather-fp8_delayed",
+    "ranks_of_draws",
 }
+WEEKLY = CHECKS.keys() - ON_EVERY_CHANGE  # other recipes, on one dimension by convert_worker.py
 
 
 if __name__ == "__main__":

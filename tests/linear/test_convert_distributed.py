@@ -11,15 +11,21 @@ from tests.linear.layers import NAMES
 from tests.weekly import checks_of
 
 WEEKLY = {
-    # the recipe runs on the other wrapper or with recomputation, or consists of GEMMs of two that do
-    "equals_one_process-ddp-mxfp8",
+    # the recipe runs on the other wrapper, with recomputation, or in matrix_checks.py, or has GEMMs of two that do
+    *(f"equals_one_process-{kind}-mxfp8" for kind in ("ddp", "fsdp")),
+    *(f"equals_one_process-{kind}-fp8_current" for kind in ("ddp", "fsdp")),
     *(f"equals_one_process-{kind}-fp8_delayed" for kind in ("ddp", "fsdp")),
     *(f"equals_one_process-{kind}-mxfp4_rht_sr" for kind in ("ddp", "fsdp")),
     *(f"equals_one_process-{kind}-fp8_mxfp4_rht_sr" for kind in ("ddp", "fsdp")),
-    "equals_one_process-ddp-fp8_current",
-    "equals_one_process-fsdp, FP8 all-gather-fp8_current-llama-not reentrant",
+    "equals_one_process-ddp-mxfp4_rht_sr-llama-not reentrant",
+    "equals_one_process-fsdp-fp8_delayed-gpt2-not reentrant",
+    *(f"equals_one_process-fsdp, FP8 all-gather-{recipe}" for recipe in ("fp8_current", "fp8_delayed")),
+    *(
+        f"equals_one_process-fsdp, FP8 all-gather-{recipe}-llama-not reentrant"
+        for recipe in ("fp8_current", "fp8_delayed", "nvfp4_all")
+    ),
     *(f"sharded_state_round_trip-fp8_current-{broadcast}" for broadcast in (False, True)),
-    "sharded_state_round_trip-fp8_mxfp4_rht_sr-False",
+    *(f"sharded_state_round_trip-{recipe}-False" for recipe in ("fp8_delayed", "fp8_mxfp4_rht_sr")),
     *matrix_checks.WEEKLY,
     *tensor_parallel_checks.WEEKLY,
 }

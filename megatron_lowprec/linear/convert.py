@@ -23,7 +23,7 @@ from megatron_lowprec.linear.backends.hopper_fp8.why_not import slower_than_bf16
 from megatron_lowprec.linear.backends.protocol import COMPUTE_DTYPES
 from megatron_lowprec.linear.backends.table import Choice, choose
 from megatron_lowprec.linear.backends.target import Target
-from megatron_lowprec.linear.layer_histories import LayerGroup, check_common_step
+from megatron_lowprec.linear.layer_histories import LayerGroup, check_common_step, spans_ranks
 from megatron_lowprec.linear.layer_state import added_keys, drop_unused_state
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
@@ -132,7 +132,8 @@ def convert(
             native on ``device`` in ``dtype``.
         device, dtype: where and in which dtype the GEMMs will run, if not those of the weights.
         seed: seed of the random draws.
-        data_parallel_rank: enters the key of random draws; by default the rank in ``group``, 0 in one process.
+        data_parallel_rank: enters the key of random draws; by default the rank in ``group``, of those that hold shards
+            of one weight that of their mesh; 0 in one process.
         group: data-parallel ranks, which hold the same layers, for the amaxes of delayed scaling; None for all ranks.
 
     Raises:
@@ -146,12 +147,13 @@ def convert(
     if not conversion.converted:
         reasons = conversion.lines_of_excluded(False) + conversion.lines_of_excluded(True)
         raise UserError(f"recipe {recipe.name} converts no layer: {'; '.join(reasons) or 'the model has no nn.Linear'}")
-    check_common_step(recipe.delayed_operands().values(), group)
+    if spans_ranks(group):
+        check_common_step(recipe.delayed_operands().values())
     in_group = dist.is_available() and dist.is_initialized()
     one_rank = data_parallel_rank is None and not in_group
+    layers = LayerGroup(group, given_rank=data_parallel_rank is not None)
     if data_parallel_rank is None:
         data_parallel_rank = dist.get_rank(group) if in_group else 0
-    layers = LayerGroup(group)
     modules = {layer.path: layer for layer in _linears(model)}
     for path in conversion.converted:
         layer = modules[path]

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.sharding.tensor_parallel import is_dtensor
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.device_rng_step import capturing
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
@@ -30,9 +31,9 @@ def spans_ranks(group: dist.ProcessGroup | None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def check_common_step(specs: Iterable[HistorySpec], group: dist.ProcessGroup | None) -> None:
-    """Raise UserError for histories that have no common step over the ranks of a group."""
-    if spans_ranks(group) and any(spec.update == "microbatch" for spec in specs):
+def check_common_step(specs: Iterable[HistorySpec]) -> None:
+    """Raise UserError for histories that several ranks cannot share, because they have no common step."""
+    if any(spec.update == "microbatch" for spec in specs):
         raise UserError(
             "history_update=microbatch is not reduced over data-parallel ranks, whose scales would differ: "
             "use history_update=step"
@@ -178,14 +179,17 @@ class LayerGroup:
     Args:
         ranks: the ranks that hold the same layers; None for all ranks.
         distributed: False for layers of this process only.
+        given_rank: whether the caller chose the data-parallel rank of the layers' draws.
 
     Attributes:
         pending: whether a pass in training may have run since the last step; always, once a CUDA graph holds one.
         loaded: whether ``load_state_dict`` has run since the last pass in training; None at first.
     """
 
-    def __init__(self, ranks: dist.ProcessGroup | None = None, *, distributed: bool = True) -> None:
-        self.ranks, self._distributed = ranks, distributed
+    def __init__(
+        self, ranks: dist.ProcessGroup | None = None, *, distributed: bool = True, given_rank: bool = False
+    ) -> None:
+        self.ranks, self._distributed, self.given_rank = ranks, distributed, given_rank or not distributed
         self._begin()
 
     def _begin(self) -> None:
@@ -197,7 +201,7 @@ class LayerGroup:
         _follow_optimizers()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"ranks": self.ranks, "_distributed": self._distributed}
+        return {"ranks": self.ranks, "_distributed": self._distributed, "given_rank": self.given_rank}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -205,7 +209,8 @@ class LayerGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerGroup":
         # a process group cannot be copied; copies of the layers join
-        copied = memo[id(self)] = LayerGroup(self.ranks, distributed=self._distributed)
+        copied = LayerGroup(self.ranks, distributed=self._distributed, given_rank=self.given_rank)
+        memo[id(self)] = copied
         return copied
 
     def add(self, layer: Any) -> None:
@@ -256,7 +261,7 @@ class LayerGroup:
         histories = [layer.histories for layer in self.layers]
         specs = [spec for one in histories for spec in one.specs]
         if specs and self._spans_ranks:
-            check_common_step(specs, self.ranks)
+            check_common_step(specs)
             for one in histories:
                 for history in one:
                     history.drop_not_finite()
@@ -272,7 +277,22 @@ class LayerGroup:
 
     @property
     def _spans_ranks(self) -> bool:
-        return self._distributed and spans_ranks(self.ranks)
+        return bool(self._groups)
+
+    @property
+    def _groups(self) -> list[dist.ProcessGroup]:
+        """The data-parallel ranks, and those with shards of a weight unless they are among these."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return []
+        replicas = self.ranks or dist.distributed_c10d._get_default_group()
+        meshes = [layer.weight.device_mesh for layer in self.layers if is_dtensor(layer.weight)]
+        shards = [group for mesh in dict.fromkeys(meshes) for group in mesh.get_all_groups()]
+        groups: list[dist.ProcessGroup] = []
+        for group in ([replicas] if self._distributed else []) + shards:
+            ranks = set(dist.get_process_group_ranks(group))
+            if len(ranks) > 1 and not any(ranks <= set(dist.get_process_group_ranks(other)) for other in groups):
+                groups.append(group)
+        return groups
 
     def _synchronize(self) -> None:
         """Give loaded state its maximum over the ranks, at first only histories; then collective.
@@ -296,8 +316,7 @@ class LayerGroup:
     def _reduce(self, amaxes: list[torch.Tensor]) -> None:
         """Replace tensors of one dtype by their maxima over the ranks, in one collective."""
         device = max((amax.device for amax in amaxes), key=lambda device: device.type != "cpu")
-        ranks = self.ranks or dist.distributed_c10d._get_default_group()
-        reduced = max_over(torch.cat([amax.flatten().to(device) for amax in amaxes]), ranks)
+        reduced = max_over(torch.cat([amax.flatten().to(device) for amax in amaxes]), *self._groups)
         for amax, part in zip(amaxes, reduced.split([amax.numel() for amax in amaxes])):
             amax.copy_(part.view(amax.shape))
 

@@ -19,6 +19,7 @@ from megatron_lowprec.linear.backends.protocol import (
 from megatron_lowprec.linear.backends.resolved import LayerBackends, Resolved
 from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward, in_memory, transposes
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax, LinearId
+from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
 from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
 from megatron_lowprec.quantization.amax_history import AmaxHistory, add_tensors
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
@@ -97,6 +98,11 @@ class LinearGemms:
     def under(self, recipe: LinearRecipe) -> "LinearGemms":
         """The layer under another recipe; amax histories start empty."""
         return self._with(recipe)
+
+    def on_shard(self, linear_id: LinearId, reduce_amax: Reduce | None) -> "LinearGemms":
+        """The GEMMs of a rank's shard of the layer, with the same amax histories."""
+        options: dict[str, Any] = {"linear_id": linear_id, "reduce_amax": reduce_amax, "histories": self.histories}
+        return self._with(self.recipe, emulate_accumulator=self._fp8_sums, **options)
 
     def unrecorded(self, current: frozenset[str] = frozenset()) -> "LinearGemms":
         """The layer for passes that record no amax and gather no codes; tensors in ``current`` get current scales."""
@@ -331,6 +337,8 @@ class LinearGemms:
     ) -> QuantizedTensor | None:
         """Weight of fprop (rowwise) or dgrad (columnwise) from the cache or an FP8 primary weight; else None."""
         # the cache also serves passes without amax update, such as the first of an activation recomputation
+        if isinstance(w_OI, GatheredWeight):
+            return w_OI.operand(gemm, backend)
         cached = self.weight_cache.get(gemm, backend.name) if self.weight_cache.holds(gemm) else None
         if not isinstance(w_OI, Fp8Weight):
             return cached

@@ -15,6 +15,8 @@ from megatron_lowprec.linear.layer_tensors import SavedForBackward, backward_gem
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import once_differentiable, refuse
+from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
+from megatron_lowprec.linear.sharding.tensor_parallel import forward_on_mesh, is_dtensor
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.coverage import LinearSite, check_no_phases, check_site
@@ -110,12 +112,18 @@ class LowPrecLayer(StatefulLayer):
 
         Raises:
             UserError: dtypes differ, the layer was converted before ``init_process_group`` and draws, or its weight
-                was not gathered as ``enable_fp8_all_gather`` asks.
+                was not gathered as ``enable_fp8_all_gather`` asks; as ``tensor_parallel.forward_on_mesh`` for DTensors.
         """
-        kind, weight = x.device.type, self.weight_OI
+        if is_dtensor(self.weight) or is_dtensor(x):
+            y: torch.Tensor = forward_on_mesh(self, x)
+            return y
+        return self.forward_local(x, self.weight_OI, self.bias)
+
+    def forward_local(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``forward`` of plain tensors: of the whole layer, or of this rank's shard."""
+        kind = x.device.type
         if self.gathers_fp8:
             self._check_gathered(weight, kind)
-        bias: torch.Tensor | None = self.bias
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -137,7 +145,7 @@ class LowPrecLayer(StatefulLayer):
 
     def _check_gathered(self, weight: torch.Tensor, kind: str) -> None:
         name = self.linear_gemms.linear_id.name
-        if not isinstance(weight, Fp8Weight):
+        if not isinstance(weight, (Fp8Weight, GatheredWeight)):
             raise UserError(
                 f"the weight of {name} was not gathered as FP8 codes: the model was moved or its parameters replaced "
                 f"after enable_fp8_all_gather; call that last"

@@ -26,6 +26,7 @@ from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
 from megatron_lowprec.recipe.schema import QuantSpec
 
 _ATEN = torch.ops.aten
+_RESHAPES = (_ATEN.expand.default, _ATEN.as_strided.default, _ATEN.view.default)
 _NEW = (_ATEN.empty_like.default, _ATEN.zeros_like.default, _ATEN.new_empty.default, _ATEN.new_zeros.default)
 
 
@@ -162,8 +163,8 @@ class Fp8Weight(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, Fp8Weight):
             if func in (_ATEN.detach.default, _ATEN.alias.default) or (
-                # autograd expands a gradient's like, FSDP2 a gathered weight
-                func in (_ATEN.expand.default, _ATEN.as_strided.default) and tuple(args[1]) == tuple(first.shape)
+                # autograd expands a gradient's like, FSDP2 a gathered weight, a DTensor views its local tensor
+                func in _RESHAPES and tuple(args[1]) == tuple(first.shape)
             ):
                 return cls(first.codes, first.decode_scale, first.main_amax, first.spec, first.dtype, first.source)
             if func is _ATEN.copy_.default:

@@ -8,37 +8,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lowprec import UserError, convert, get_recipe
-from megatron_lowprec.linear.fp8_all_gather import enable_fp8_all_gather
-from megatron_lowprec.linear.lowprec_linear import LowPrecLayer
 from megatron_lowprec.recipe.parsing import load_recipe
 from tests.checks import run_checks
+from tests.linear import fp8_gather_checks, matrix_checks, tensor_parallel_checks
 from tests.linear.tiny_models import Gpt2Block, LlamaBlock, TinyModel, build, tokens_of
+from tests.linear.wrapping import check_in, full_state, is_converted, own_group, wrapped
 
 RECIPES = ("fp8_current", "mxfp8", "fp8_delayed", "mxfp4_rht_sr", "fp8_mxfp4_rht_sr")
 STEPS = 4
 CHECKS: dict[str, Callable[[], None]] = {}
 
 
-def check(function: Callable[..., None], *arguments: Any) -> None:
-    CHECKS["-".join([function.__name__, *map(str, arguments)])] = lambda: function(*arguments)
-
-
-def alone() -> dist.ProcessGroup:
-    """The group of this rank."""
-    return [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-
-
 def reference(recipe: str, **options: Any) -> tuple[list[list[float]], dict[str, Any]]:
     """Losses of each step's two microbatches and the final state, in one process; both draw as on a rank of its own."""
     model = build(**options)
-    convert(model, recipe, data_parallel_rank=0, group=alone())
+    convert(model, recipe, data_parallel_rank=0, group=own_group())
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -56,18 +44,6 @@ def reference(recipe: str, **options: Any) -> tuple[list[list[float]], dict[str,
     return losses, model.state_dict()
 
 
-def wrapped(kind: str, model: TinyModel) -> nn.Module:
-    if kind == "ddp":
-        return DistributedDataParallel(model)
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    sharded = fully_shard(model, mesh=mesh)
-    if kind == "fsdp, FP8 all-gather":
-        enable_fp8_all_gather(sharded)
-    return sharded
-
-
 def run(kind: str, recipe: str, **options: Any) -> tuple[nn.Module, list[float]]:
     """A model trained on this rank's microbatches, and their losses; both ranks draw alike, as the reference."""
     model = wrapped(kind, convert(build(**options), recipe, data_parallel_rank=0))
@@ -81,10 +57,6 @@ def run(kind: str, recipe: str, **options: Any) -> tuple[nn.Module, list[float]]
             model.state_dict()  # a checkpoint written by one rank waits for no other
         losses.append(loss.item())
     return model, losses
-
-
-def full_state(model: nn.Module) -> dict[str, Any]:
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def equals_one_process(kind: str, recipe: str, block: str = "llama", recompute: str = "") -> None:
@@ -142,7 +114,7 @@ def amaxes_need_the_group() -> None:
     with pytest.raises(UserError, match="history_update=microbatch is not reduced over data-parallel ranks"):
         convert(refused := build(), moving)
     assert not any(map(is_converted, refused.modules()))
-    for group, equal in ((None, True), (alone(), False)):
+    for group, equal in ((None, True), (own_group(), False)):
         model = convert(build(), "fp8_delayed", group=group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         model(tokens_of(dist.get_rank())).backward()
@@ -183,91 +155,11 @@ def idle_layers_keep_their_amaxes() -> None:
     assert seen[2] == [[7.0, 7.0, 6.0, 5.0], [5.0, 4.0, 3.0, 5.0], [5.0, 5.0, 0.0, 0.0]]
 
 
-def gathered_bytes(recipe: str, fp8: bool) -> tuple[list[float], list[int]]:
-    """Losses of bf16 FSDP2 with weights that two ranks cannot halve, and bytes that each forward pass gathers."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(64, 33, bias=False), nn.Linear(33, 64, bias=False))
-    fully_shard(convert(model, recipe, data_parallel_rank=0), mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
-    if fp8:
-        enable_fp8_all_gather(model, torch.bfloat16)
-    optimizer, losses, sent = torch.optim.AdamW(model.parameters(), lr=1e-2), [], []
-    gather = DefaultAllGather.__call__
-
-    def counting(self: Any, output_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        sent.append(output_tensor.nbytes)
-        return gather(self, output_tensor, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DefaultAllGather, "__call__", counting)
-        for step in range(STEPS):
-            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
-            loss = (model(x).float() - x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    return losses, sent
-
-
-def a_gather_of_codes_is_half_of_bf16(recipe: str) -> None:
-    plain, bytes_of_bf16 = gathered_bytes(recipe, fp8=False)
-    losses, sent = gathered_bytes(recipe, fp8=True)
-    assert losses == plain
-    assert len(sent) == len(bytes_of_bf16) > 0
-    assert set(sent) == {2 * 17 * 64 + 64 * 33}  # FSDP2 pads 33 rows to 34
-    assert bytes_of_bf16 == [2 * each for each in sent]
-
-
-def compiled_layers_gather_codes() -> None:
-    """Compiled blocks, with graph breaks at the layers, have the losses of eager ones."""
-    losses: list[list[float]] = []
-    for compiles in (False, True):
-        model = convert(build(), "fp8_current", data_parallel_rank=0)
-        for layer in model.layers if compiles else ():
-            layer.compile(backend="eager")
-        sharded = wrapped("fsdp, FP8 all-gather", model)
-        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-        losses.append([])
-        for step in range(3):
-            loss = sharded(tokens_of(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
-    assert losses[0] == losses[1]
-
-
-def an_fp8_all_gather_is_refused() -> None:
-    with pytest.raises(UserError, match="no converted layer"):
-        enable_fp8_all_gather(wrapped("fsdp", build()))
-    with pytest.raises(UserError, match=r"weight is not sharded: call fully_shard\(model\)"):
-        enable_fp8_all_gather(convert(build(), "fp8_current"))
-    for recipe in ("mxfp8", "fp8_rowwise", "fp8_blockwise", "fp8_current"):
-        block = Gpt2Block if recipe == "fp8_current" else LlamaBlock
-        with pytest.raises(UserError, match=r"one scale per tensor") as refused:
-            enable_fp8_all_gather(wrapped("fsdp", convert(build(block), recipe)))
-        assert f"recipe {recipe} has none here" in str(refused.value)
-    model = wrapped("fsdp", convert(build(), "fp8_current"))
-    enable_fp8_all_gather(model, torch.bfloat16)
-    with pytest.raises(UserError, match=r"has param_dtype torch\.bfloat16, but the MixedPrecisionPolicy of"):
-        model(tokens_of(0))
-    model = wrapped("fsdp, FP8 all-gather", convert(build(), "fp8_current"))
-    model(tokens_of(0)).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    with pytest.raises(UserError, match="outside of a forward pass of the whole model"):
-        model.layers[0](torch.zeros(1, 2, 128))
-
-
 def wrapped_models_are_refused() -> None:
     with pytest.raises(UserError, match=r"wrapped: convert first, then call DistributedDataParallel\(model\)"):
         convert(DistributedDataParallel(build()), "fp8_current")
     with pytest.raises(UserError, match=r"is a DTensor: convert first, then call fully_shard\(model\)"):
         convert(wrapped("fsdp", build()), "fp8_current")
-
-
-def is_converted(module: nn.Module) -> bool:
-    return isinstance(module, LowPrecLayer)
 
 
 OPERANDS = [
@@ -276,25 +168,25 @@ OPERANDS = [
 ]
 for kind in ("ddp", "fsdp"):
     for recipe in RECIPES:
-        check(equals_one_process, kind, recipe)
-    check(equals_one_process, kind, "mxfp4_rht_sr", "llama", "not reentrant")
-    check(equals_one_process, kind, "fp8_delayed", "gpt2", "not reentrant")
-check(equals_one_process, "fsdp", "fp8_current", "gpt2")
+        check_in(CHECKS, equals_one_process, kind, recipe)
+    check_in(CHECKS, equals_one_process, kind, "mxfp4_rht_sr", "llama", "not reentrant")
+    check_in(CHECKS, equals_one_process, kind, "fp8_delayed", "gpt2", "not reentrant")
+check_in(CHECKS, equals_one_process, "fsdp", "fp8_current", "gpt2")
 for recipe in ("fp8_current", "fp8_delayed"):
-    check(equals_one_process, "fsdp, FP8 all-gather", recipe)
-    check(equals_one_process, "fsdp, FP8 all-gather", recipe, "llama", "not reentrant")
-    check(a_gather_of_codes_is_half_of_bf16, recipe)
+    check_in(CHECKS, equals_one_process, "fsdp, FP8 all-gather", recipe)
+    check_in(CHECKS, equals_one_process, "fsdp, FP8 all-gather", recipe, "llama", "not reentrant")
+check_in(CHECKS, equals_one_process, "fsdp, FP8 all-gather", "mxfp8", "llama", "reentrant")
+check_in(CHECKS, equals_one_process, "fsdp, FP8 all-gather", "nvfp4_all", "llama", "not reentrant")
 for broadcast in (False, True):
-    check(sharded_state_round_trip, "fp8_current", broadcast)
-    check(sharded_state_round_trip, "fp8_delayed", broadcast)
-    check(sharded_state_round_trip, "fp8_mxfp4_rht_sr", broadcast)
-check(compiled_layers_gather_codes)
-check(an_fp8_all_gather_is_refused)
-check(ranks_draw_differently)
-check(amaxes_need_the_group)
-check(optimizer_within_the_backward_pass)
-check(idle_layers_keep_their_amaxes)
-check(wrapped_models_are_refused)
+    check_in(CHECKS, sharded_state_round_trip, "fp8_current", broadcast)
+    check_in(CHECKS, sharded_state_round_trip, "fp8_delayed", broadcast)
+    check_in(CHECKS, sharded_state_round_trip, "fp8_mxfp4_rht_sr", broadcast)
+check_in(CHECKS, ranks_draw_differently)
+check_in(CHECKS, amaxes_need_the_group)
+check_in(CHECKS, optimizer_within_the_backward_pass)
+check_in(CHECKS, idle_layers_keep_their_amaxes)
+check_in(CHECKS, wrapped_models_are_refused)
+CHECKS |= fp8_gather_checks.CHECKS | tensor_parallel_checks.CHECKS | matrix_checks.CHECKS
 
 
 def main() -> None:

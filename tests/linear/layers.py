@@ -1,5 +1,6 @@
 """Layers of every recipe, a step of one, and its three products in plain torch."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 from megatron_lowprec import LowPrecLinear, Recipe, get_recipe, recipes
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.recipe.activation_spec import ActivationSpec
+from megatron_lowprec.recipe.recipe import GradientSpec, KeepBf16, OptimizerSpec
 from megatron_lowprec.three_gemms import Draws, three_gemms
 from tests.weekly import each_kind
 
@@ -22,6 +25,12 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 T, IN, OUT = 100, 128, 256  # tokens are no multiple of any block
 SEED, LAYER, NAME = 7, 3, "mlp.linear_fc1"
 _FIRST = RngStep(0, 0)
+
+
+def of_layers(name: str) -> Recipe:
+    """A recipe's GEMMs in all layers, without what is not of layers."""
+    plain: dict[str, Any] = {"keep_bf16": KeepBf16(), "fp8_weights": False, "optimizer": OptimizerSpec(), "rules": ()}
+    return replace(get_recipe(name), **plain, gradients=GradientSpec(), activations=ActivationSpec())
 
 
 def layer_of(name: str, dtype: torch.dtype = torch.float32, seed: int = SEED) -> LowPrecLinear:

@@ -6,19 +6,28 @@ import pytest
 
 from tests.checks import assert_none_failed
 from tests.launch import torchrun
-from tests.linear import convert_worker
+from tests.linear import convert_worker, fp8_gather_checks, matrix_checks, tensor_parallel_checks
+from tests.linear.layers import NAMES
 from tests.weekly import checks_of
 
 WEEKLY = {
-    # the recipe runs on the other wrapper or with recomputation, or consists of GEMMs of two that do
-    "equals_one_process-ddp-mxfp8",
+    # the recipe runs on the other wrapper, with recomputation, or in matrix_checks.py, or has GEMMs of two that do
+    *(f"equals_one_process-{kind}-mxfp8" for kind in ("ddp", "fsdp")),
+    *(f"equals_one_process-{kind}-fp8_current" for kind in ("ddp", "fsdp")),
     *(f"equals_one_process-{kind}-fp8_delayed" for kind in ("ddp", "fsdp")),
     *(f"equals_one_process-{kind}-mxfp4_rht_sr" for kind in ("ddp", "fsdp")),
     *(f"equals_one_process-{kind}-fp8_mxfp4_rht_sr" for kind in ("ddp", "fsdp")),
-    "equals_one_process-ddp-fp8_current",
-    "equals_one_process-fsdp, FP8 all-gather-fp8_current-llama-not reentrant",
+    "equals_one_process-ddp-mxfp4_rht_sr-llama-not reentrant",
+    "equals_one_process-fsdp-fp8_delayed-gpt2-not reentrant",
+    *(f"equals_one_process-fsdp, FP8 all-gather-{recipe}" for recipe in ("fp8_current", "fp8_delayed")),
+    *(
+        f"equals_one_process-fsdp, FP8 all-gather-{recipe}-llama-not reentrant"
+        for recipe in ("fp8_current", "fp8_delayed", "nvfp4_all")
+    ),
     *(f"sharded_state_round_trip-fp8_current-{broadcast}" for broadcast in (False, True)),
-    "sharded_state_round_trip-fp8_mxfp4_rht_sr-False",
+    *(f"sharded_state_round_trip-{recipe}-False" for recipe in ("fp8_delayed", "fp8_mxfp4_rht_sr")),
+    *matrix_checks.WEEKLY,
+    *tensor_parallel_checks.WEEKLY,
 }
 
 
@@ -32,6 +41,15 @@ def test_all_checks_on_two_processes(weekly: bool, tmp_path: Path) -> None:
 
 
 def test_the_worker_has_all_checks() -> None:
-    # 5 recipes and 2 with recomputation on both wrappers, 1 of GPT-2's form, 8 of an FP8 all-gather, 6 of a state dict,
+    # 5 recipes and 2 with recomputation on both wrappers, 1 of GPT-2's form, 6 of an FP8 all-gather, 6 of a state dict,
     # 5 by themselves
-    assert len(convert_worker.CHECKS) == 2 * (5 + 2) + 1 + 8 + 6 + 5
+    gathers, parallel = fp8_gather_checks.CHECKS, tensor_parallel_checks.CHECKS
+    imported = gathers | parallel | matrix_checks.CHECKS
+    others = [name for name in convert_worker.CHECKS if name not in imported]
+    assert len(others) == 2 * (5 + 2) + 1 + 6 + 6 + 5
+    # bytes of 7 recipes and of 2 in fp32, 2 checkpoints, 5 by themselves
+    assert len(gathers) == 7 + 2 + 2 + 5
+    # each recipe's operands for both splits; 7 models, 4 by themselves
+    assert len(parallel) == 2 * (len(NAMES) - 1) + 7 + 4
+    # 4 kinds, 3 ways of recomputation, 8 cells each and 2 compiled ones; a refusal
+    assert len(matrix_checks.CHECKS) == 4 * 3 * (8 + 2) + 1

@@ -28,7 +28,7 @@ Conv1D.__module__ = "transformers.pytorch_utils"  # found by its name
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal, over [batch, tokens, HIDDEN]."""
-    heads = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (q, k, v))
+    heads = (part.unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for part in (q, k, v))
     return F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
 
 

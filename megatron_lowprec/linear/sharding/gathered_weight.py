@@ -1,0 +1,81 @@
+"""A weight of which FSDP2 gathered codes and scales, in the directions that GEMMs take."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.backends.protocol import GemmBackend
+from megatron_lowprec.quantization.tensor import QuantizedTensor
+
+_ATEN = torch.ops.aten
+_ALIASES = (_ATEN.detach.default, _ATEN.alias.default)
+_RESHAPES = (_ATEN.expand.default, _ATEN.as_strided.default, _ATEN.view.default)
+
+
+class Gathered(Protocol):
+    """What the last all-gather of a weight brought."""
+
+    path: str
+    gemms: tuple[str, ...]
+
+    def codes(self, gemm: str) -> QuantizedTensor:
+        """Rowwise codes of the operand of a GEMM in ``gemms``: [O, I] for fprop, [I, O] for dgrad."""
+
+
+class GatheredWeight(torch.Tensor):
+    """Weight [O, I] as codes and scales; to autograd a tensor of the compute dtype without values.
+
+    Attributes:
+        gathered: its codes, which change with each all-gather; aliases share it.
+    """
+
+    gathered: Gathered
+
+    # only __torch_dispatch__, below autograd, handles this class
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, gathered: Gathered, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> GatheredWeight:
+        self: GatheredWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        self.gathered = gathered
+        return self
+
+    def operand(self, gemm: str, backend: GemmBackend) -> QuantizedTensor:
+        """The backend's operand of fprop (rowwise) or dgrad (columnwise).
+
+        Raises:
+            UserError: the last all-gather brought the codes of the other direction only.
+        """
+        if gemm not in self.gathered.gemms:
+            raise UserError(
+                f"{gemm} of {self.gathered.path} takes other codes of the weight than {self.gathered.gemms[0]}, for "
+                "which FSDP2 gathered it last: let it gather for each forward and each backward pass, by "
+                "fully_shard(..., reshard_after_forward=True) without set_reshard_after_backward(False) and activation "
+                "recomputation, or leave enable_fp8_all_gather out"
+            )
+        codes = self.gathered.codes(gemm)
+        data, scale = backend.from_codes(codes, columnwise=False)
+        operand = QuantizedTensor(self.shape, self.dtype, codes.spec, folded=scale is None)
+        above = codes.rowwise_tensor_scale
+        if gemm == "fprop":
+            operand.rowwise_data, operand.rowwise_scale, operand.rowwise_tensor_scale = data, scale, above
+        else:
+            operand.columnwise_data, operand.columnwise_scale, operand.columnwise_tensor_scale = data, scale, above
+        return operand
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"GatheredWeight({tuple(self.shape)}, {' and '.join(self.gathered.gemms)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, GatheredWeight) and (
+            func in _ALIASES or (func in _RESHAPES and tuple(args[1]) == tuple(first.shape))
+        ):
+            return cls(first.gathered, first.shape, first.dtype, first.device)
+        raise NotImplementedError(f"{func} reads a weight of which FSDP2 gathered only codes")

@@ -1,0 +1,210 @@
+"""Checks of ``enable_fp8_all_gather``; ``convert_worker.py`` runs them on two processes."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.utils.checkpoint import checkpoint
+
+from megatron_lowprec import UserError, convert
+from megatron_lowprec.linear.fp8_all_gather import enable_fp8_all_gather
+from tests.linear.layers import of_layers
+from tests.linear.tiny_models import Gpt2Block, LlamaBlock, build, tokens_of
+from tests.linear.wrapping import all_ranks, check_in, train, wrapped
+
+CHECKS: dict[str, Callable[[], None]] = {}
+
+OUT, IN = 384, 256  # 192 rows a rank cut blocks of 128
+ENTRIES = 2 * OUT * IN
+
+# what a pass gathers of two weights [384, 256] and [256, 384] on two ranks: codes, then scales, in bytes
+BYTES = {
+    "fp8_current": ENTRIES,
+    "fp8_delayed": ENTRIES,
+    "fp8_blockwise": ENTRIES,  # scales follow from amaxes that all ranks have
+    "mxfp8": ENTRIES + ENTRIES // 32,
+    "mxfp8_2d": ENTRIES + ENTRIES // 1024,
+    "nvfp4_all": ENTRIES // 2 + ENTRIES // 256,
+    "fp8_rowwise": ENTRIES + 4 * (2 * max(192, 256) + 2 * max(128, 384)),  # a row's scale in fprop, a column's in dgrad
+}
+TWO_DIRECTIONS = ("mxfp8", "fp8_rowwise")
+"""fprop and dgrad take different codes: in bf16 one set a pass; in fp32 both, fewer bytes than the weight."""
+
+
+def batches(steps: int, width: int = IN) -> list[torch.Tensor]:
+    """Different ones on each rank."""
+    seeds = (step + 100 * dist.get_rank() for step in range(steps))
+    return [torch.randn(32, width, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+
+
+def sharded_mlp(
+    recipe: str, codes: bool, dtype: torch.dtype | None, sizes: tuple[int, int] = (IN, OUT), **options: Any
+) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(*sizes, bias=False), nn.GELU(), nn.Linear(*sizes[::-1], bias=False))
+    model = convert(model, of_layers(recipe), data_parallel_rank=0)
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype), "reshard_after_forward": True} | options
+    fully_shard(model, mesh=all_ranks(), **options)
+    if codes:
+        enable_fp8_all_gather(model, dtype)
+    return model
+
+
+def gathered_by(run: Callable[[], list[float]]) -> tuple[list[float], list[int]]:
+    """Losses, and the bytes of each all-gather."""
+    sent: list[int] = []
+    gather = DefaultAllGather.__call__
+
+    def counting(self: Any, output_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(output_tensor.nbytes)
+        return gather(self, output_tensor, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DefaultAllGather, "__call__", counting)
+        return run(), sent
+
+
+def codes_on_the_wire(recipe: str, dtype: torch.dtype | None) -> None:
+    """Losses have the bits of a gather in the compute dtype; a forward and a backward pass gather ``BYTES`` each."""
+    plain, sent = gathered_by(lambda: train(sharded_mlp(recipe, False, dtype), batches(4)))
+    losses, of_codes = gathered_by(lambda: train(sharded_mlp(recipe, True, dtype), batches(4)))
+    assert losses == plain
+    assert len(set(losses)) == 4
+    assert set(sent) == {ENTRIES * (2 if dtype else 4)}
+    both = 1 if dtype or recipe not in TWO_DIRECTIONS else 2
+    if recipe == "fp8_rowwise" and both == 2:  # each direction has its own scales' size
+        assert of_codes == [2 * ENTRIES + 4 * (2 * (192 + 256) + 2 * (128 + 384))] * 8
+    else:
+        assert of_codes == [both * BYTES[recipe]] * 8
+
+
+def rows_that_ranks_cannot_halve() -> None:
+    """FSDP2 pads 33 rows to 34."""
+    for recipe in ("fp8_current", "fp8_delayed"):
+        losses = []
+        for codes in (False, True):
+            model = sharded_mlp(recipe, codes, torch.bfloat16, (64, 33))
+            found, sent = gathered_by(lambda model=model: train(model, batches(3, 64)))
+            losses.append(found)
+        assert losses[0] == losses[1]
+        assert set(sent) == {2 * 17 * 64 + 64 * 33}
+
+
+def weights_survive_a_checkpoint(recipe: str) -> None:
+    """State is plain shards: it loads with codes gathered and without, and the losses go on with the same bits."""
+    folder = [mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    model = sharded_mlp(recipe, True, torch.bfloat16)
+    train(model, batches(2))
+    dcp.save(get_model_state_dict(model), checkpoint_id=Path(folder[0]))
+    expected = train(model, batches(3))
+    for codes in (True, False):
+        other = sharded_mlp(recipe, codes, torch.bfloat16)
+        state = get_model_state_dict(other)
+        dcp.load(state, checkpoint_id=Path(folder[0]))
+        set_model_state_dict(other, state)
+        assert train(other, batches(3)) == expected
+
+
+def evaluation_between_steps(recipe: str) -> None:
+    """A pass in evaluation gathers the codes of fprop and changes no loss."""
+    losses = []
+    for evaluates in (False, True):
+        model = sharded_mlp(recipe, True, torch.bfloat16)
+        found = []
+        for x in batches(3):
+            found += train(model, [x])
+            if evaluates:
+                model.eval()
+                with torch.no_grad():
+                    model(x)
+                model.train()
+        losses.append(found)
+    assert losses[0] == losses[1]
+
+
+def one_direction_a_pass() -> None:
+    """Where a gather brings the codes of one GEMM, it is refused to keep them for another."""
+    why = r"dgrad of \S+ takes other codes of the weight than fprop, for which FSDP2 gathered it last: let it gather"
+    model = sharded_mlp("mxfp8", True, torch.bfloat16, reshard_after_forward=False)
+    loss = model(batches(1)[0]).sum()
+    with pytest.raises(UserError, match=why):
+        loss.backward()
+    torch.manual_seed(0)
+    model = convert(nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN)), "mxfp8")
+    fully_shard(model, mesh=all_ranks(), mp_policy=MixedPrecisionPolicy(torch.bfloat16), reshard_after_forward=True)
+    enable_fp8_all_gather(model, torch.bfloat16)
+    loss = checkpoint(model, batches(1)[0].requires_grad_(), use_reentrant=False).sum()
+    with pytest.raises(UserError, match="and activation recomputation, or leave enable_fp8_all_gather out"):
+        loss.backward()
+
+
+def refusals() -> None:
+    with pytest.raises(UserError, match="no converted layer"):
+        enable_fp8_all_gather(wrapped("fsdp", build()))
+    with pytest.raises(UserError, match=r"weight is not sharded: call fully_shard\(model\)"):
+        enable_fp8_all_gather(convert(build(), "fp8_current"))
+    for recipe, block, why in (
+        ("mxfp4", LlamaBlock, "fprop takes the weight in the compute dtype"),
+        ("quartet2", LlamaBlock, "dgrad takes the weight after a Hadamard transform"),
+        ("fp8_current", Gpt2Block, "stored transposed"),
+    ):
+        model = wrapped("fsdp", convert(build(block), recipe))
+        with pytest.raises(UserError, match=f"can send no weight as codes under recipe {recipe}: {why}"):
+            enable_fp8_all_gather(model)
+    with pytest.raises(UserError, match="shards cut blocks: dgrad has weight block 1x32, but 48 output features"):
+        sharded_mlp("mxfp8", True, torch.bfloat16, (96, 96))
+    model = wrapped("fsdp", convert(build(), "fp8_current"))
+    enable_fp8_all_gather(model, torch.bfloat16)
+    with pytest.raises(UserError, match=r"has param_dtype torch\.bfloat16, but the MixedPrecisionPolicy of"):
+        model(tokens_of(0))
+    model = wrapped("fsdp, FP8 all-gather", convert(build(), "fp8_current"))
+    model(tokens_of(0)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(UserError, match="outside of a forward pass of the whole model"):
+        model.layers[0](torch.zeros(1, 2, 128))
+
+
+def others_stay_in_the_compute_dtype() -> None:
+    """One weight is sent as codes, another, whose shards cut blocks, in bf16, with its reason in the log."""
+    lines: list[str] = []
+    handler, logger, sizes = logging.Handler(), logging.getLogger("megatron_lowprec"), (128, 96)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        model = sharded_mlp("mxfp8", True, torch.bfloat16, sizes)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    losses, sent = gathered_by(lambda: train(model, batches(2, 128)))
+    assert losses == train(sharded_mlp("mxfp8", False, torch.bfloat16, sizes), batches(2, 128))
+    assert set(sent) == {96 * 128 * 2 + 128 * 96 + 128 * 96 // 32}
+    assert any("gathered in the compute dtype, shards cut blocks" in line and line.endswith(": 0") for line in lines)
+
+
+for recipe in BYTES:
+    check_in(CHECKS, codes_on_the_wire, recipe, torch.bfloat16)
+for recipe in TWO_DIRECTIONS:
+    check_in(CHECKS, codes_on_the_wire, recipe, None)
+for recipe in ("fp8_delayed", "mxfp8"):
+    check_in(CHECKS, weights_survive_a_checkpoint, recipe)
+check_in(CHECKS, evaluation_between_steps, "mxfp8")
+for function in (
+    rows_that_ranks_cannot_halve,
+    one_direction_a_pass,
+    refusals,
+    others_stay_in_the_compute_dtype,
+):
+    check_in(CHECKS, function)

@@ -15,6 +15,7 @@ from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.layer_tensors import InputLayout, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import SIDES
+from megatron_lowprec.quantization.amax_history import raise_newest
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
@@ -212,8 +213,8 @@ class GroupedLinearGemms:
             if not has_dw or saved.x is None:
                 return dx, none
             by_column = dy.columnwise
-            if by_column is None:
-                request = CastRequest(False, True, update_amax)
+            if by_column is None:  # the cast for dgrad has recorded its amax
+                request = CastRequest(False, True, update_amax and not rowwise)
                 by_column = backend.quantize("grad_output", dy_TO, tokens, rng_step, request).columnwise
             if x is None:  # fprop by the same spec has recorded its amax
                 request = CastRequest(False, True, update_amax and not self.experts[0].backends.one_spec["input"])
@@ -267,7 +268,8 @@ class GroupedLinearGemms:
         """Weights of all experts for a GEMM, from the first expert's cache if that holds them."""
         primary = [weight for weight in weights if isinstance(weight, Fp8Weight)]
         if primary and update_amax and primary[0].spec.scaling == "delayed":
-            self._record_amax(primary)
+            amax = torch.cat([weight.main_amax for weight in primary])
+            raise_newest([gemms.histories["weight"] for gemms in self.experts], amax)
         cache = self.experts[0].weight_cache
         found: GroupOperand | None = cache.get_group(name, backend.name)
         if found is None:
@@ -275,13 +277,6 @@ class GroupedLinearGemms:
             if update_amax:
                 cache.put_group(name, backend.name, found)
         return found
-
-    def _record_amax(self, weights: Sequence[Fp8Weight]) -> None:
-        """As ``AmaxHistory.update_amax``, of FP8 primary weights that no cast reads."""
-        histories = [gemms.histories["weight"] for gemms in self.experts]
-        newest = [history.cells(slot)[1] for history, slot in histories]
-        amax = torch.cat([weight.main_amax for weight in weights]).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        torch._foreach_maximum_(newest, amax.split(1))
 
     def _totals(
         self, accumulate_into: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]

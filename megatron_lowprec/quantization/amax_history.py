@@ -8,7 +8,7 @@ serves every format that a tensor is cast to.
 Under the rule ``held`` the window takes an amax only when it has none, so that one in ``length`` updates counts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,6 +135,12 @@ class AmaxHistory:
         """Multiply all recorded values of one tensor by ``factor``."""
         self.in_effect[slot] *= factor
         self.window[:, slot] *= factor
+
+
+def raise_newest(histories: Sequence[tuple[AmaxHistory, int]], amax: torch.Tensor) -> None:
+    """``AmaxHistory.update_amax`` of tensors in slots, from their amaxes, fp32 [tensors]."""
+    newest = [history.cells(slot)[1] for history, slot in histories]
+    torch._foreach_maximum_(newest, amax.nan_to_num(nan=torch.inf, posinf=torch.inf).split(1))
 
 
 def add_tensors(

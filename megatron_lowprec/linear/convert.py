@@ -23,10 +23,11 @@ from megatron_lowprec.linear.backends.hopper_fp8.why_not import slower_than_bf16
 from megatron_lowprec.linear.backends.protocol import COMPUTE_DTYPES
 from megatron_lowprec.linear.backends.table import Choice, choose
 from megatron_lowprec.linear.backends.target import Target
+from megatron_lowprec.linear.experts.hugging_face_experts import ExpertWeight, expert_weights
 from megatron_lowprec.linear.layer_histories import LayerGroup, check_common_step
-from megatron_lowprec.linear.layer_state import added_keys, drop_unused_state
+from megatron_lowprec.linear.layer_state import StatefulLayer, added_keys, drop_unused_state
 from megatron_lowprec.linear.linear_id import LinearId
-from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
+from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLinear
 from megatron_lowprec.recipe.coverage import LinearSite, check_globs, check_no_phases, check_rules, indivisible
 from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
@@ -58,7 +59,7 @@ class _Layer(NamedTuple):
     """A linear layer by its path, and its position in a stack of blocks: ``stack.<number - 1>.name``, or number 0."""
 
     path: str
-    module: nn.Module
+    module: Any
     in_features: int
     out_features: int
     stack: str
@@ -156,8 +157,10 @@ def convert(
     for path in conversion.converted:
         layer = modules[path]
         module = layer.module
-        module.__class__ = LowPrecLinear if isinstance(module, nn.Linear) else LowPrecConv1D
-        assert isinstance(module, LowPrecLayer)
+        if isinstance(module, ExpertWeight):
+            module = module.converted()
+        else:
+            module.__class__ = LowPrecLinear if isinstance(module, nn.Linear) else LowPrecConv1D
         linear_id = LinearId(layer.number, path or "linear", data_parallel_rank=data_parallel_rank)
         module.bind(conversion.recipe, layer.place, linear_id, seed, group=layers, one_rank=one_rank)
     model.register_load_state_dict_pre_hook(drop_unused_state)
@@ -241,7 +244,7 @@ def _checked_recipe(model: object, recipe: object) -> Recipe:
 def _check_model(model: nn.Module) -> None:
     for path, module in model.named_modules():
         where = path or "the model"
-        if isinstance(module, LowPrecLayer):
+        if isinstance(module, StatefulLayer):
             raise UserError(f"{where} is {type_of(module)} already: convert a model once, or build it anew")
         wrapper = next((_WRAPPERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
         if wrapper is not None:
@@ -271,14 +274,16 @@ def _used_recipe(recipe: Recipe, keep_bf16: Sequence[str], layers: Sequence[_Lay
 
 # ---- linear layers of a model
 def _linears(model: nn.Module) -> Iterator[_Layer]:
-    """Every ``nn.Linear``, subclasses included, and every ``Conv1D`` of transformers, shared ones once."""
+    """Every ``nn.Linear``, subclasses included, ``Conv1D`` of transformers and 3-D weight, shared ones once."""
     sizes: tuple[int, int]
     module: Any
-    for path, module in model.named_modules():
+    for path, module in (*model.named_modules(), *expert_weights(model)):
         if isinstance(module, nn.Linear):
             sizes = module.in_features, module.out_features
         elif _is_conv1d(module):
             sizes = module.nx, module.nf
+        elif isinstance(module, ExpertWeight):
+            sizes = module.sizes
         else:
             continue
         stack, number, num_layers, name = _position(model, path)
@@ -325,6 +330,8 @@ def _unsupported(model: nn.Module, layer: _Layer, dtype: torch.dtype) -> Exclusi
     kind, parent = type(layer.module), model.get_submodule(layer.path.rpartition(".")[0])
     if isinstance(layer.module, nn.Linear) and kind is not nn.Linear:
         return Exclusion(f"its class {kind.__module__}.{kind.__qualname__} is not torch.nn.Linear itself", False)
+    if isinstance(layer.module, ExpertWeight) and (why := layer.module.why_not()) is not None:
+        return Exclusion(why, False)
     if "forward" in vars(layer.module):
         return Exclusion("its forward is replaced on the module", False)
     if isinstance(parent, nn.TransformerEncoderLayer):
@@ -342,7 +349,7 @@ def _requested(
 ) -> Exclusion | None:
     """Reason if the caller, the recipe or a default leaves the layer; ``linear`` is what it would run."""
     if filter is not None:
-        if not filter(layer.path, layer.module):
+        if not filter(layer.path, layer.module.owner if isinstance(layer.module, ExpertWeight) else layer.module):
             return Exclusion("by filter", True)
     elif id(layer.module) in heads or layer.path.split(".")[-1] in _HEADS:
         return Exclusion("output head", True)
@@ -363,7 +370,7 @@ def _unsuitable(recipe: LinearRecipe, layer: _Layer, arch: str) -> Exclusion | N
     found = indivisible(recipe, LinearSite(layer.number, layer.name, *sizes, "column"), partial_blocks=False)
     if found is not None:
         return Exclusion(" ".join(found), False)
-    if slower_than_bf16(recipe, Target(arch, *sizes)):
+    if not isinstance(layer.module, ExpertWeight) and slower_than_bf16(recipe, Target(arch, *sizes)):
         return Exclusion(f"slower in FP8 than in bf16 on {arch} with weights of its size", False)
     return None
 

@@ -302,6 +302,26 @@ def test_instrumented_experts_take_the_loop() -> None:
     assert not taken
 
 
+def test_evaluation_is_grouped_where_all_experts_scale_alike() -> None:
+    """An expert that no token has reached yet scales by its current amax, the others by their histories."""
+    x, weights = torch.randn(sum(TOKENS), IN).bfloat16(), [torch.randn(OUT, IN).bfloat16() for _ in TOKENS]
+
+    def evaluated(*current: frozenset[str]) -> torch.Tensor:
+        experts = [LinearGemms(load_recipe(UE5M3), LinearId(3, "fc1", i), 1, AmaxHistory) for i in range(4)]
+        group = GroupedLinearGemms([gemms.unrecorded(own) for gemms, own in zip(experts, current, strict=True)])
+        y, _ = group.forward(x, TOKENS, weights, STEP, update_amax=False)
+        assert not any(history.newest.any() for gemms in experts for history, _ in gemms.histories.values())
+        return y
+
+    none, of_input = frozenset[str](), frozenset(["input"])
+    for current, grouped in ([of_input] * 4, True), ([none, of_input, none, none], False):
+        want = evaluated(*current)
+        with grouped_ops() as taken:
+            y = evaluated(*current)
+        assert bool(taken) == grouped
+        assert (y - want).abs().max() <= ROUNDED[y.dtype] * want.abs().max()
+
+
 @pytest.mark.parametrize("arch", ["cpu", "sm90"])
 @pytest.mark.parametrize("name", ["fp8_blockwise", "fp8_rowwise", "mxfp8"])
 def test_codes_of_all_experts_are_the_operand(name: str, arch: str) -> None:

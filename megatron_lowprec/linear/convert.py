@@ -117,17 +117,19 @@ def convert(
 ) -> M:
     """Let the linear layers of a model follow a recipe, in place, and return the model.
 
-    Converts each ``torch.nn.Linear`` and each ``Conv1D`` of transformers, but for the output head, routers, and layers
-    that the recipe or an argument keeps. Parameters remain the same objects. The summary is logged at level INFO by
-    the logger ``megatron_lowprec``; layers that stay for another reason than the caller's or the recipe's are also a
-    warning. Call it before torch.compile, DistributedDataParallel and fully_shard, and after ``init_process_group``.
+    Converts each ``torch.nn.Linear``, each ``Conv1D`` of transformers and each 3-D weight of its experts, but for the
+    output head, routers, and layers that the recipe or an argument keeps. Parameters remain the same objects. The
+    summary is logged at level INFO by the logger ``megatron_lowprec``; layers that stay for another reason than the
+    caller's or the recipe's are also a warning. Call it before torch.compile, DistributedDataParallel and fully_shard,
+    and after ``init_process_group``.
 
     Args:
         model: any module; each rank converts its own copy.
         recipe: a Recipe, the name of one, or the path of a YAML file. Its rules count the blocks of the
             model's outermost list of modules from 1 and match ``layers.<number>.<path within the block>``.
-        filter: ``filter(path, module)``, whether to convert a linear layer; replaces the default, which leaves the
-            output head (``lm_head``, ``get_output_embeddings()``, a weight tied to an embedding) and routers.
+        filter: ``filter(path, module)``, whether to convert a layer, or a weight of the experts in a module; replaces
+            the default, which leaves the output head (``lm_head``, ``get_output_embeddings()``, a weight tied to an
+            embedding) and routers.
         keep_bf16: globs of paths of further layers to leave in the compute dtype, such as ``model.layers.0.*``.
         skip_slower: leave layers that were measured to be slower in FP8 than in bf16; only if all of their GEMMs are
             native on ``device`` in ``dtype``.

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from megatron_lowprec import convert, get_recipe
 from megatron_lowprec.errors import UserError
@@ -172,6 +175,33 @@ def test_bits_are_those_of_expert_by_expert(recipe: str, dtype: torch.dtype) -> 
         end_step(converted)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_blockwise", "mxfp8", "mxfp4_rht_sr", "quartet2"])
+def test_experts_on_a_gpu_are_grouped(recipe: str) -> None:
+    """Every GEMM in one launch; results of expert by expert, whose sums may have another order."""
+    config = transformers.MixtralConfig(hidden_size=256, intermediate_size=256, num_local_experts=EXPERTS)
+    plain = transformers.models.mixtral.modeling_mixtral.MixtralExperts(config)
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    plain = plain.to("cuda", torch.bfloat16)
+    one_by_one, converted = OneByOne(plain, recipe), convert(copy.deepcopy(plain), recipe)
+    for linear in (converted.gate_up_proj_gemms, converted.down_proj_gemms):
+        group, weight = linear.linear_gemms.group, linear.weight[0]
+        assert [group.why_in_a_loop(gemm, weight) for gemm in ("fprop", "dgrad", "wgrad")] == [None] * 3
+    x, dy = (torch.randn(200, 256, device="cuda").bfloat16() for _ in range(2))
+    index = torch.stack([torch.randperm(3, device="cuda")[:TOP_K] for _ in x])
+    factors = torch.rand(index.shape, device="cuda").bfloat16()
+    found = []
+    for experts in (plain, converted):
+        leaf = x.clone().requires_grad_()
+        y = one_by_one(leaf, index, factors, 0) if experts is plain else converted(leaf, index, factors)
+        y.backward(dy)
+        found.append([y, leaf.grad, *(weight.grad for weight in experts.parameters())])
+    for got, want in zip(found[1], found[0], strict=True):
+        # one more bit in the amax of an intermediate result rounds all of it anew: 0.04 in E4M3; other draws are 0.2
+        assert torch.linalg.vector_norm(got - want) <= 0.05 * torch.linalg.vector_norm(want)
+
+
 def _deepseek() -> Any:
     return experts_of(build("deepseek_v3"))
 
@@ -228,6 +258,23 @@ def test_recomputation_and_evaluation_change_no_bit() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert found == want
+
+
+def test_wrappers_of_torch_change_no_bit() -> None:
+    """The compiler breaks the graph at the experts; FSDP2 gathers their weights in the dtype of the model."""
+    want = train(only_experts(build()), 2)
+    compiled = only_experts(build())
+    compiled.model.layers[0].mlp.compile(backend="eager")
+    assert train(compiled, 2) == want
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, mesh = only_experts(build()), init_device_mesh("cpu", (1,))
+        fully_shard(experts_of(model), mesh=mesh)
+        assert train(fully_shard(model, mesh=mesh), 2) == want
+        with pytest.raises(UserError, match="gate_up_proj is a DTensor in its forward pass"):
+            experts_of(model).gate_up_proj_gemms(torch.zeros(1, HIDDEN), [1, 0, 0, 0])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_frozen_experts_have_no_gradient_and_change_no_other() -> None:
@@ -302,7 +349,7 @@ def test_scales_follow_the_optimizer_of_the_experts() -> None:
 class OwnExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.w1 = nn.Parameter(torch.randn(EXPERTS, FFN, HIDDEN))
+        self.w1, self.weight = (nn.Parameter(torch.randn(EXPERTS, FFN, HIDDEN)) for _ in range(2))
 
 
 def test_experts_that_stay_are_named_with_the_reason() -> None:
@@ -327,7 +374,9 @@ def test_experts_that_stay_are_named_with_the_reason() -> None:
         model.config._experts_implementation_internal = "sonicmoe"
 
     assert "experts is replaced on the module" in changed(replace_forward)
-    assert "OwnExperts have a forward of their own" in changed(replace_experts)
+    own = changed(replace_experts)
+    assert "OwnExperts have a forward of their own" in own
+    assert own.endswith("model.layers.*.mlp.experts.w1, model.layers.*.mlp.experts.weight")
     assert "spread over ranks" in changed(spread)
     assert "the implementation sonicmoe, whose kernels follow no recipe" in changed(take_kernels)
     found = plan(build(), "mxfp8", dtype=torch.float16).excluded["model.layers.0.mlp.experts.down_proj"]

@@ -94,7 +94,9 @@ def expert_weights(model: nn.Module) -> Iterator[tuple[str, ExpertWeight]]:
 
 
 def _projections(module: nn.Module) -> list[str]:
-    found = ((name, module._parameters.get(name)) for name in _WEIGHTS)
+    # a convolution has a "weight" of three dimensions
+    names = (*_WEIGHTS, "weight") if type(module).__name__.endswith("Experts") else _WEIGHTS
+    found = ((name, module._parameters.get(name)) for name in names)
     return [name for name, weight in found if weight is not None and weight.dim() == 3]
 
 

@@ -32,7 +32,7 @@ VOCABULARY, HIDDEN, FFN, EXPERTS, TOP_K = 32, 64, 64, 4, 2
 BOTH = "fp8_mxfp4_rht_sr"  # delayed scales and random draws
 KINDS: dict[str, tuple[str, dict[str, int]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": EXPERTS, "intermediate_size": FFN}),
-    "qwen3_moe": ("Qwen3Moe", {"num_experts": EXPERTS, "moe_intermediate_size": FFN, "head_dim": 32}),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": EXPERTS, "moe_intermediate_size": FFN}),
     "deepseek_v3": (
         "DeepseekV3",
         {

@@ -59,7 +59,7 @@ class ModelCase:
         import transformers
 
         torch.manual_seed(1)
-        sizes = {
+        sizes: dict[str, Any] = {
             "vocab_size": self.vocabulary,
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
@@ -72,11 +72,7 @@ class ModelCase:
             model: Any = transformers.LlamaForCausalLM(config)
         elif self.architecture == "qwen3_moe":
             config = transformers.Qwen3MoeConfig(
-                **sizes,
-                moe_intermediate_size=self.ffn,
-                num_experts=self.experts,
-                num_experts_per_tok=self.topk,
-                head_dim=self.hidden // self.heads,
+                **sizes, moe_intermediate_size=self.ffn, num_experts=self.experts, num_experts_per_tok=self.topk
             )
             model = transformers.Qwen3MoeForCausalLM(config)
         else:

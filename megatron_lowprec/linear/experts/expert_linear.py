@@ -139,14 +139,18 @@ class ExpertLinear(StatefulLayer):
         self.recipe, linear = recipe, recipe.at(place)
         self.make_state()
 
+        number = len(self.weight)
+        of_tensors = {tensor: self.histories.of(spec) for tensor, spec in linear.delayed_operands().items()}
+        slots = {tensor: history.add_tensors(number) for tensor, history in of_tensors.items()}
+
         def gemms_of(expert: int) -> LinearGemms:
             own = LinearId(linear_id.layer, linear_id.name, expert, linear_id.data_parallel_rank)
-            return LinearGemms(linear, own, seed, self.histories.of)
+            histories = {tensor: (history, slots[tensor][expert]) for tensor, history in of_tensors.items()}
+            return LinearGemms(linear, own, seed, self.histories.of, histories=histories)
 
-        experts = [gemms_of(0)]
-        of_others = range(1, len(self.weight))
+        first = gemms_of(0)
         # nothing tells the others apart without draws and histories
-        experts += experts * len(of_others) if is_pure(experts[0]) else map(gemms_of, of_others)
+        experts = [first] * number if is_pure(first) else [first, *map(gemms_of, range(1, number))]
         self.linear_gemms: Any = ExpertGemms(experts, self.histories)
         self.join(group)
         self._one_rank = one_rank and linear.random

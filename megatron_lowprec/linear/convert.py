@@ -23,10 +23,11 @@ from megatron_lowprec.linear.backends.hopper_fp8.why_not import slower_than_bf16
 from megatron_lowprec.linear.backends.protocol import COMPUTE_DTYPES
 from megatron_lowprec.linear.backends.table import Choice, choose
 from megatron_lowprec.linear.backends.target import Target
+from megatron_lowprec.linear.experts.hugging_face_experts import ExpertWeight, expert_weights
 from megatron_lowprec.linear.layer_histories import LayerGroup, check_common_step, spans_ranks
-from megatron_lowprec.linear.layer_state import added_keys, drop_unused_state
+from megatron_lowprec.linear.layer_state import StatefulLayer, added_keys, drop_unused_state
 from megatron_lowprec.linear.linear_id import LinearId
-from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
+from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLinear
 from megatron_lowprec.recipe.coverage import LinearSite, check_globs, check_no_phases, check_rules, indivisible
 from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
@@ -58,7 +59,7 @@ class _Layer(NamedTuple):
     """A linear layer by its path, and its position in a stack of blocks: ``stack.<number - 1>.name``, or number 0."""
 
     path: str
-    module: nn.Module
+    module: Any
     in_features: int
     out_features: int
     stack: str
@@ -116,17 +117,19 @@ def convert(
 ) -> M:
     """Let the linear layers of a model follow a recipe, in place, and return the model.
 
-    Converts each ``torch.nn.Linear`` and each ``Conv1D`` of transformers, but for the output head, routers, and layers
-    that the recipe or an argument keeps. Parameters remain the same objects. The summary is logged at level INFO by
-    the logger ``megatron_lowprec``; layers that stay for another reason than the caller's or the recipe's are also a
-    warning. Call it before torch.compile, DistributedDataParallel and fully_shard, and after ``init_process_group``.
+    Converts each ``torch.nn.Linear``, each ``Conv1D`` of transformers and each 3-D weight of its experts, but for the
+    output head, routers, and layers that the recipe or an argument keeps. Parameters remain the same objects. The
+    summary is logged at level INFO by the logger ``megatron_lowprec``; layers that stay for another reason than the
+    caller's or the recipe's are also a warning. Call it before torch.compile, DistributedDataParallel and fully_shard,
+    and after ``init_process_group``.
 
     Args:
         model: any module; each rank converts its own copy.
         recipe: a Recipe, the name of one, or the path of a YAML file. Its rules count the blocks of the
             model's outermost list of modules from 1 and match ``layers.<number>.<path within the block>``.
-        filter: ``filter(path, module)``, whether to convert a linear layer; replaces the default, which leaves the
-            output head (``lm_head``, ``get_output_embeddings()``, a weight tied to an embedding) and routers.
+        filter: ``filter(path, module)``, whether to convert a layer, or a weight of the experts in a module; replaces
+            the default, which leaves the output head (``lm_head``, ``get_output_embeddings()``, a weight tied to an
+            embedding) and routers.
         keep_bf16: globs of paths of further layers to leave in the compute dtype, such as ``model.layers.0.*``.
         skip_slower: leave layers that were measured to be slower in FP8 than in bf16; only if all of their GEMMs are
             native on ``device`` in ``dtype``.
@@ -158,8 +161,10 @@ def convert(
     for path in conversion.converted:
         layer = modules[path]
         module = layer.module
-        module.__class__ = LowPrecLinear if isinstance(module, nn.Linear) else LowPrecConv1D
-        assert isinstance(module, LowPrecLayer)
+        if isinstance(module, ExpertWeight):
+            module = module.converted()
+        else:
+            module.__class__ = LowPrecLinear if isinstance(module, nn.Linear) else LowPrecConv1D
         linear_id = LinearId(layer.number, path or "linear", data_parallel_rank=data_parallel_rank)
         module.bind(conversion.recipe, layer.place, linear_id, seed, group=layers, one_rank=one_rank)
     model.register_load_state_dict_pre_hook(drop_unused_state)
@@ -243,7 +248,7 @@ def _checked_recipe(model: object, recipe: object) -> Recipe:
 def _check_model(model: nn.Module) -> None:
     for path, module in model.named_modules():
         where = path or "the model"
-        if isinstance(module, LowPrecLayer):
+        if isinstance(module, StatefulLayer):
             raise UserError(f"{where} is {type_of(module)} already: convert a model once, or build it anew")
         wrapper = next((_WRAPPERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
         if wrapper is not None:
@@ -273,14 +278,16 @@ def _used_recipe(recipe: Recipe, keep_bf16: Sequence[str], layers: Sequence[_Lay
 
 # ---- linear layers of a model
 def _linears(model: nn.Module) -> Iterator[_Layer]:
-    """Every ``nn.Linear``, subclasses included, and every ``Conv1D`` of transformers, shared ones once."""
+    """Every ``nn.Linear``, subclasses included, ``Conv1D`` of transformers and 3-D weight, shared ones once."""
     sizes: tuple[int, int]
     module: Any
-    for path, module in model.named_modules():
+    for path, module in (*model.named_modules(), *expert_weights(model)):
         if isinstance(module, nn.Linear):
             sizes = module.in_features, module.out_features
         elif _is_conv1d(module):
             sizes = module.nx, module.nf
+        elif isinstance(module, ExpertWeight):
+            sizes = module.sizes
         else:
             continue
         stack, number, num_layers, name = _position(model, path)
@@ -327,6 +334,8 @@ def _unsupported(model: nn.Module, layer: _Layer, dtype: torch.dtype) -> Exclusi
     kind, parent = type(layer.module), model.get_submodule(layer.path.rpartition(".")[0])
     if isinstance(layer.module, nn.Linear) and kind is not nn.Linear:
         return Exclusion(f"its class {kind.__module__}.{kind.__qualname__} is not torch.nn.Linear itself", False)
+    if isinstance(layer.module, ExpertWeight) and (why := layer.module.why_not()) is not None:
+        return Exclusion(why, False)
     if "forward" in vars(layer.module):
         return Exclusion("its forward is replaced on the module", False)
     if isinstance(parent, nn.TransformerEncoderLayer):
@@ -344,7 +353,7 @@ def _requested(
 ) -> Exclusion | None:
     """Reason if the caller, the recipe or a default leaves the layer; ``linear`` is what it would run."""
     if filter is not None:
-        if not filter(layer.path, layer.module):
+        if not filter(layer.path, layer.module.owner if isinstance(layer.module, ExpertWeight) else layer.module):
             return Exclusion("by filter", True)
     elif id(layer.module) in heads or layer.path.split(".")[-1] in _HEADS:
         return Exclusion("output head", True)
@@ -365,7 +374,7 @@ def _unsuitable(recipe: LinearRecipe, layer: _Layer, arch: str) -> Exclusion | N
     found = indivisible(recipe, LinearSite(layer.number, layer.name, *sizes, "column"), partial_blocks=False)
     if found is not None:
         return Exclusion(" ".join(found), False)
-    if slower_than_bf16(recipe, Target(arch, *sizes)):
+    if not isinstance(layer.module, ExpertWeight) and slower_than_bf16(recipe, Target(arch, *sizes)):
         return Exclusion(f"slower in FP8 than in bf16 on {arch} with weights of its size", False)
     return None
 

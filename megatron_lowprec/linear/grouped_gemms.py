@@ -15,6 +15,7 @@ from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.layer_tensors import InputLayout, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import SIDES
+from megatron_lowprec.quantization.amax_history import raise_newest
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
@@ -143,7 +144,7 @@ class GroupedLinearGemms:
             update_amax: record amaxes of delayed scaling; False in evaluation.
             save_input: quantize x for wgrad from the same read, where ``LinearGemms.forward`` can.
         """
-        backend = self._backend("fprop", x_TI, weights)
+        backend = self._backend("fprop", x_TI, weights, update_amax)
         if backend is not None:
             for_wgrad = None
             if isinstance(x_TI, QuantizedTensor):
@@ -179,6 +180,7 @@ class GroupedLinearGemms:
         accumulate_into: Sequence[torch.Tensor | None],
         update_amax: bool = True,
         gemms: Collection[str] = SIDES["grad_output"],
+        out: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
         """``dx = dy @ w`` of each expert's rows, [T, I], and each expert's ``dw = dy.T @ x``, [O, I].
 
@@ -187,13 +189,14 @@ class GroupedLinearGemms:
             tokens, saved, rng_step: of the forward pass.
             accumulate_into: fp32 [O, I] of each expert, to which its dw is added, or None for a new dw in dy's dtype.
             update_amax, gemms: as ``LinearGemms.grad_output``; the gradients of other GEMMs are None.
+            out: [O, I] of each expert, in which a new dw is written.
         """
         has_dx, has_dw, none = "dgrad" in gemms, "wgrad" in gemms, [None] * len(tokens)
         saved = saved.dequantized(dy_TO.dtype)
         codes, dy_TO = (dy_TO, dy_TO.dequantize(dy_TO.dtype)) if isinstance(dy_TO, QuantizedTensor) else (None, dy_TO)
         weights = [one.weight for one in saved.experts]
         whole = saved.x is not None or not has_dw
-        backend = self._backend("wgrad", dy_TO, weights) if whole else None
+        backend = self._backend("wgrad", dy_TO, weights, update_amax) if whole else None
         if backend is not None:
             dy_TO, dy, x = dy_TO.contiguous(), GroupOperands(), saved.operand()
             one_cast = backend.fuses_directions("grad_output")
@@ -212,13 +215,13 @@ class GroupedLinearGemms:
             if not has_dw or saved.x is None:
                 return dx, none
             by_column = dy.columnwise
-            if by_column is None:
-                request = CastRequest(False, True, update_amax)
+            if by_column is None:  # the cast for dgrad has recorded its amax
+                request = CastRequest(False, True, update_amax and not rowwise)
                 by_column = backend.quantize("grad_output", dy_TO, tokens, rng_step, request).columnwise
             if x is None:  # fprop by the same spec has recorded its amax
                 request = CastRequest(False, True, update_amax and not self.experts[0].backends.one_spec["input"])
                 x = backend.quantize("input", saved.x.contiguous(), tokens, rng_step, request).columnwise
-            totals, overwrite = self._totals(accumulate_into, weights)
+            totals, overwrite = self._totals(accumulate_into, weights, out)
             backend.wgrad(_present(by_column), _present(x), tokens, totals, overwrite)
             return dx, totals
         assert saved.x_scale is None
@@ -238,14 +241,19 @@ class GroupedLinearGemms:
                 x_or_data = x if one.layout.spec is None else one.input()
                 assert x_or_data is not None
                 dw.append(expert.wgrad(grad, x_or_data, rng_step, accumulate_into=total))
+        if out is not None and dw:
+            torch._foreach_copy_(list(out), dw)
         return torch.cat(parts) if has_dx else None, dw or none
 
     def _backend(
-        self, name: str, rows: torch.Tensor | QuantizedTensor, weights: Sequence[torch.Tensor]
+        self, name: str, rows: torch.Tensor | QuantizedTensor, weights: Sequence[torch.Tensor], update_amax: bool
     ) -> GroupedBackend | None:
         """The backend that runs a GEMM on x or dy of all experts, and their weights; None for the loop."""
-        # instrumented, or in evaluation before any amax: not all experts may have the same scales
-        if not all(isinstance(gemms, LinearGemms) and gemms.records for gemms in self.experts):
+        recipe = self.experts[0].recipe
+        if not all(isinstance(gemms, LinearGemms) for gemms in self.experts):  # instrumented
+            return None
+        # in evaluation an expert without an amax may have current scales
+        if not all(gemms.records or (gemms.recipe == recipe and not update_amax) for gemms in self.experts):
             return None
         alike = all(w.is_contiguous() and w.dtype == rows.dtype for w in weights)
         return self._supported(name, weights[0]) if alike and rows.shape[0] > 0 else None
@@ -267,7 +275,8 @@ class GroupedLinearGemms:
         """Weights of all experts for a GEMM, from the first expert's cache if that holds them."""
         primary = [weight for weight in weights if isinstance(weight, Fp8Weight)]
         if primary and update_amax and primary[0].spec.scaling == "delayed":
-            self._record_amax(primary)
+            amax = torch.cat([weight.main_amax for weight in primary])
+            raise_newest([gemms.histories["weight"] for gemms in self.experts], amax)
         cache = self.experts[0].weight_cache
         found: GroupOperand | None = cache.get_group(name, backend.name)
         if found is None:
@@ -276,23 +285,20 @@ class GroupedLinearGemms:
                 cache.put_group(name, backend.name, found)
         return found
 
-    def _record_amax(self, weights: Sequence[Fp8Weight]) -> None:
-        """As ``AmaxHistory.update_amax``, of FP8 primary weights that no cast reads."""
-        histories = [gemms.histories["weight"] for gemms in self.experts]
-        newest = [history.cells(slot)[1] for history, slot in histories]
-        amax = torch.cat([weight.main_amax for weight in weights]).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        torch._foreach_maximum_(newest, amax.split(1))
-
     def _totals(
-        self, accumulate_into: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]
+        self,
+        accumulate_into: Sequence[torch.Tensor | None],
+        weights: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None,
     ) -> tuple[list[torch.Tensor], list[bool]]:
         """Each expert's output of wgrad, new if it has no fp32 one; and whether to overwrite it."""
         totals, overwrite = [], []
-        for gemms, total, weight in zip(self.experts, accumulate_into, weights, strict=True):
+        new = map(torch.empty_like, weights) if out is None else iter(out)
+        for gemms, total, own in zip(self.experts, accumulate_into, new, strict=True):
             overwrite.append(total is None or gemms.main_grad_is_zero)
             if total is not None:
                 gemms.main_grad_is_zero = False
-            totals.append(torch.empty_like(weight) if total is None else total)
+            totals.append(own if total is None else total)
         return totals, overwrite
 
 

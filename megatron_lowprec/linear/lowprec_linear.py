@@ -263,7 +263,7 @@ def end_step(model: nn.Module) -> None:
 
     Collective for a converted model on several ranks.
     """
-    layers = [module for module in model.modules() if isinstance(module, LowPrecLayer)]
+    layers = [module for module in model.modules() if isinstance(module, StatefulLayer)]
     for group in dict.fromkeys(layer.group for layer in layers if layer.group is not None):
         group.end_step()
 

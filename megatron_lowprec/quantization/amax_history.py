@@ -8,7 +8,7 @@ serves every format that a tensor is cast to.
 Under the rule ``held`` the window takes an amax only when it has none, so that one in ``length`` updates counts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,14 +43,18 @@ class AmaxHistory:
 
     def add_tensor(self) -> int:
         """Append a tensor and return its slot."""
-        slot = self.newest.numel()
-        self.newest = torch.cat((self.newest, self.newest.new_zeros(1)))
-        self.window = torch.cat((self.window, self.window.new_zeros(self.length, 1)), dim=1)
-        self.in_effect = torch.cat((self.in_effect, self.in_effect.new_zeros(1)))
+        return self.add_tensors(1)[0]
+
+    def add_tensors(self, count: int) -> range:
+        """Append tensors and return their slots."""
+        first = self.newest.numel()
+        self.newest = torch.cat((self.newest, self.newest.new_zeros(count)))
+        self.window = torch.cat((self.window, self.window.new_zeros(self.length, count)), dim=1)
+        self.in_effect = torch.cat((self.in_effect, self.in_effect.new_zeros(count)))
         self._cells.clear()
-        self._filled.append(False)
+        self._filled += [False] * count
         self._unread = True
-        return slot
+        return range(first, first + count)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without ``cells``, which a pickle would store as tensors of their own."""
@@ -135,6 +139,12 @@ class AmaxHistory:
         """Multiply all recorded values of one tensor by ``factor``."""
         self.in_effect[slot] *= factor
         self.window[:, slot] *= factor
+
+
+def raise_newest(histories: Sequence[tuple[AmaxHistory, int]], amax: torch.Tensor) -> None:
+    """``AmaxHistory.update_amax`` of tensors in slots, from their amaxes, fp32 [tensors]."""
+    newest = [history.cells(slot)[1] for history, slot in histories]
+    torch._foreach_maximum_(newest, amax.nan_to_num(nan=torch.inf, posinf=torch.inf).split(1))
 
 
 def add_tensors(

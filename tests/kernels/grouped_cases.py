@@ -27,6 +27,7 @@ ROWS = (5, 0, 33, 70, 1, 0)
 SPANS = (ShardSlice(1 << 20, gate_offset=16, gate_stride=4096), ShardSlice(512))
 
 FOUR_OVER_SIX, EDEN = CodedOptions(four_over_six="mse"), CodedOptions(zero_code="one", group=32)
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Case:
     rounds: bool = False
     options: CodedOptions = PLAIN
     scale_rounding: str = "nearest_even"
+    out: torch.dtype | None = None
+    whole: bool = False
 
 
 CASES = [
@@ -74,6 +77,36 @@ CASES = [
         False,
         EDEN,
         "stochastic",
+    ),
+    # fprop's values, and these quantized again
+    Case(
+        48,
+        BF16,
+        "e2m1",
+        "divided",
+        "nearest_even",
+        0,
+        False,
+        "e4m3",
+        1536.0,
+        options=FOUR_OVER_SIX,
+        out=FP32,
+        whole=True,
+    ),
+    Case(64, BF16, "e2m1", "round_up", "nearest_even", 0, False, out=FP32, whole=True),
+    Case(
+        48,
+        FP32,
+        "e2m1",
+        "divided",
+        "nearest_even",
+        32,
+        True,
+        "e4m3",
+        1536.0,
+        options=EDEN,
+        scale_rounding="stochastic",
+        out=BF16,
     ),
 ]
 
@@ -125,15 +158,17 @@ def operand_differences(case: Case, device: str) -> list[str]:
             scale_keys=keys[::-1],
             rng_step=rng_step,
             spans=SPANS,
+            whole=case.whole,
+            out_dtype=case.out,
         )
         for module in (reference, triton)
     )
     if want_scales is not None and scales is not None:
         same = (scales == want_scales) | (scales.isnan() & want_scales.isnan())
         found += difference(f"tensor scales of {case}", same, scales, want_scales)
-    if got.shape != want.shape:
-        return [*found, f"{case}: {tuple(got.shape)} instead of {tuple(want.shape)}"]
-    bits = torch.int16 if case.dtype == torch.bfloat16 else torch.int32
+    if (got.shape, got.dtype) != (want.shape, want.dtype):
+        return [*found, f"{case}: {tuple(got.shape)} in {got.dtype} instead of {tuple(want.shape)} in {want.dtype}"]
+    bits = torch.int16 if got.dtype == torch.bfloat16 else torch.int32
     same = (got.view(bits) == want.contiguous().view(bits)) | (got.isnan() & want.isnan())
     return found + difference(str(case), same, got, want)
 

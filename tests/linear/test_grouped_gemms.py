@@ -15,9 +15,10 @@ from megatron_lowprec.linear import grouped_gemms
 from megatron_lowprec.linear.backends import construct, resolved
 from megatron_lowprec.linear.backends.emulated import grouped as grouped_emulated
 from megatron_lowprec.linear.backends.hopper_fp8 import grouped as grouped_hopper_fp8
+from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.linear.linear_id import SIDES, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import quantize
@@ -33,7 +34,8 @@ TOKENS, IN, OUT = (5, 0, 150, 32), 128, 256
 ROUNDED = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-18}  # sums of another order, rounded once
 NVFP4 = nvfp4_recipe()
 GEMMS, BACKWARD = ("fprop", "dgrad", "wgrad"), ("dgrad", "wgrad")
-OF_BLOCKS = "kernels quantize blocks of 16, 32 or 64 entries with E8M0 or coded scales"
+OF_BLOCKS = grouped_emulated._KNOWN_BLOCKS
+TETRAJET, UE5M3 = "configs/recipes/tetrajet.yaml", "configs/recipes/ue5m3.yaml"
 SHARD = {"O": ShardSlice(256, gate_offset=128, gate_stride=256)}
 
 
@@ -56,9 +58,10 @@ def grouped_ops(arch: str = "cpu") -> Iterator[list[str]]:
 
 def passes(name: str, accumulates: bool, saves: bool = True, primary: bool = False) -> dict[str, torch.Tensor]:
     """Two microbatches through the experts of one layer; ``primary`` for FP8 primary weights."""
+    recipe = NVFP4 if name == NVFP4.name else load_recipe(name)
     experts = [
         LinearGemms(
-            NVFP4 if name == NVFP4.name else get_recipe(name),
+            recipe,
             LinearId(3, "fc1", expert, spans=SHARD, split="O"),
             1,
             AmaxHistory,
@@ -93,7 +96,17 @@ def passes(name: str, accumulates: bool, saves: bool = True, primary: bool = Fal
 @pytest.mark.parametrize("accumulates", [True, False])
 @pytest.mark.parametrize(
     ("name", "products"),
-    [("bf16", 3), ("mxfp8", 3), ("mxfp4_sr", 3), ("mxfp4_rht_sr", 3), ("fp8_mxfp4_rht_sr", 2), ("nvfp4_here", 3)],
+    [
+        ("bf16", 3),
+        ("mxfp8", 3),
+        ("mxfp4_sr", 3),
+        ("mxfp4_rht_sr", 3),
+        ("fp8_mxfp4_rht_sr", 2),
+        ("nvfp4_here", 3),
+        ("quartet2", 3),
+        (TETRAJET, 3),
+        (UE5M3, 3),
+    ],
 )
 def test_grouped_ops_compute_what_the_loop_does(name: str, products: int, accumulates: bool) -> None:
     want = passes(name, accumulates)
@@ -105,6 +118,73 @@ def test_grouped_ops_compute_what_the_loop_does(name: str, products: int, accumu
         assert got[what].dtype == value.dtype
         bound = ROUNDED[value.dtype] * value.abs().max()
         assert (got[what] - value).abs().max() <= bound, what
+
+
+def operand_differences(name: str, device: str) -> list[str]:
+    """The operands of all experts whose bits are not those of each expert's own."""
+    recipe = load_recipe(name)
+    experts = [LinearGemms(recipe, LinearId(3, "fc1", i, spans=SHARD, split="O"), 1, AmaxHistory) for i in range(4)]
+    weights = [2.0**i * torch.randn(OUT, IN).bfloat16().to(device) for i in range(4)]
+    matrices = {"weight": weights, "input": _rows(IN, device), "grad_output": _rows(OUT, device)}
+    for gemms in experts:
+        gemms.backends.resolve(weights[0])
+        for history, slot in gemms.histories.values():
+            history.in_effect[slot] = 3.0 + gemms.linear_id.expert  # not the amax of any matrix
+            history.to(torch.device(device))
+    grouped, found = construct.grouped("emulated", experts), list[str]()
+    assert grouped is not None
+    for (gemm, tensor), columnwise in {
+        (gemm, tensor): columnwise for tensor, sides in SIDES.items() for columnwise, gemm in enumerate(sides)
+    }.items():
+        assert grouped.why_not(gemm, weights[0]) is None
+        sources, request = matrices[tensor], CastRequest(not columnwise, bool(columnwise))
+        if tensor == "weight":
+            operand = grouped.weights(gemm, sources, STEP, True)
+            data = list(operand.data) if gemm == "fprop" else [one.t() for one in operand.data]
+        else:
+            rows = [len(source) for source in sources]
+            operand = grouped.quantize(tensor, torch.cat(sources), rows, STEP, request)[columnwise]
+            assert operand is not None
+            assert isinstance(operand.data, torch.Tensor)
+            padding = experts[0].transforms.of(gemm)
+            whole = padding[0].block if columnwise and padding is not None else 1
+            data = list(operand.data.split([-(-count // whole) * whole for count in rows]))
+        recorded = [_amaxes(gemms) for gemms in experts]
+        for i, (gemms, source) in enumerate(zip(experts, sources, strict=True)):
+            for history, _ in gemms.histories.values():
+                history.newest.zero_()
+            own, _ = gemms.backends.resolved.gemms[gemm].quantize(tensor, source, STEP, request)
+            want, scale = own.rowwise_data, own.rowwise_tensor_scale
+            if columnwise:
+                want, scale = own.columnwise()[0].t(), own.columnwise_tensor_scale
+            same = want is not None and torch.equal(data[i], want) and data[i].dtype == want.dtype
+            same &= scale is None or torch.equal(scale.view(()), operand.scale[i])
+            if not same or _amaxes(gemms) != recorded[i]:
+                found.append(f"{tensor} of {gemm}, expert {i}")
+            for history, _ in gemms.histories.values():
+                history.newest.zero_()
+    return found
+
+
+def _rows(columns: int, device: str) -> list[torch.Tensor]:
+    return [2.0**i * torch.randn(count, columns).bfloat16().to(device) for i, count in enumerate(TOKENS)]
+
+
+def _amaxes(gemms: LinearGemms) -> list[float]:
+    return [float(history.newest[slot]) for history, slot in gemms.histories.values()]
+
+
+@pytest.mark.parametrize("name", ["quartet2", "nvfp4_all", TETRAJET, UE5M3, "mxfp4_rht_sr"])
+def test_operands_of_all_experts_have_the_bits_of_each(name: str) -> None:
+    """Values, scales of tensors and recorded amaxes, also of operands that are quantized again from fprop's."""
+    with grouped_ops():
+        assert operand_differences(name, "cpu") == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["quartet2", "nvfp4_all", TETRAJET, UE5M3, "mxfp4_rht_sr"])
+def test_compiled_operands_of_all_experts_have_the_bits_of_each(name: str) -> None:
+    assert operand_differences(name, "cuda") == []
 
 
 @pytest.mark.parametrize("accumulates", [True, False])
@@ -222,6 +302,26 @@ def test_instrumented_experts_take_the_loop() -> None:
     assert not taken
 
 
+def test_evaluation_is_grouped_where_all_experts_scale_alike() -> None:
+    """An expert that no token has reached yet scales by its current amax, the others by their histories."""
+    x, weights = torch.randn(sum(TOKENS), IN).bfloat16(), [torch.randn(OUT, IN).bfloat16() for _ in TOKENS]
+
+    def evaluated(*current: frozenset[str]) -> torch.Tensor:
+        experts = [LinearGemms(load_recipe(UE5M3), LinearId(3, "fc1", i), 1, AmaxHistory) for i in range(4)]
+        group = GroupedLinearGemms([gemms.unrecorded(own) for gemms, own in zip(experts, current, strict=True)])
+        y, _ = group.forward(x, TOKENS, weights, STEP, update_amax=False)
+        assert not any(history.newest.any() for gemms in experts for history, _ in gemms.histories.values())
+        return y
+
+    none, of_input = frozenset[str](), frozenset(["input"])
+    for current, grouped in ([of_input] * 4, True), ([none, of_input, none, none], False):
+        want = evaluated(*current)
+        with grouped_ops() as taken:
+            y = evaluated(*current)
+        assert bool(taken) == grouped
+        assert (y - want).abs().max() <= ROUNDED[y.dtype] * want.abs().max()
+
+
 @pytest.mark.parametrize("arch", ["cpu", "sm90"])
 @pytest.mark.parametrize("name", ["fp8_blockwise", "fp8_rowwise", "mxfp8"])
 def test_codes_of_all_experts_are_the_operand(name: str, arch: str) -> None:
@@ -289,17 +389,11 @@ def test_a_gemm_that_is_not_needed_does_not_run(name: str, arch: str, needed: st
         ("mxfp4", 48, dict.fromkeys(BACKWARD, "emulated: sizes are no multiples of 32")),
         ("fp8_current", 256, dict.fromkeys(GEMMS, f"emulated: {OF_BLOCKS}")),
         ("mxfp4_rht_sr", 256, {}),
-        (
-            "configs/recipes/tetrajet.yaml",
-            256,
-            dict.fromkeys(BACKWARD, "emulated: kernels do not quantize fprop's operands again"),
-        ),
-        ("quartet2", 256, dict.fromkeys(BACKWARD, "emulated: scales have no correction eden for all experts at once")),
-        (
-            "configs/recipes/ue5m3.yaml",
-            256,
-            dict.fromkeys(GEMMS, "emulated: kernels take no tensor scale from a history"),
-        ),
+        ("quartet2", 256, {}),
+        ("quartet2", 192, dict.fromkeys(BACKWARD, "emulated: sizes are no multiples of 128")),
+        (TETRAJET, 256, {}),
+        (UE5M3, 256, {}),
+        ("configs/recipes/tetrajet_v2_scales_only.yaml", 256, dict.fromkeys(GEMMS, f"emulated: {OF_BLOCKS}")),
     ],
 )
 def test_the_reason_for_a_loop(recipe: str, out_features: int, reasons: dict[str, str]) -> None:

@@ -320,11 +320,13 @@ def test_expert_tokens_are_multiples_and_sum_up() -> None:
 @pytest.mark.weekly
 def test_hugging_face_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "hugging_face.json"
-    asked = ["--shapes", "smoke", "--recipes", "fp8_current", "--rounds", "1", "--peers", "torchao"]
+    asked = ["--shapes", "smoke,smoke_experts", "--recipes", "fp8_current", "--rounds", "1", "--peers", "torchao"]
     done = bench("hugging_face", *asked, "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     (table,) = json.loads(out.read_text())["tables"]
-    rows = {row["variant"]: row for row in table["rows"]}
+    of_experts = {row["variant"]: row for row in table["rows"] if row["model"] == "smoke_experts"}
+    assert of_experts["fp8_current"]["converted"] == 4 + 2
+    rows = {row["variant"]: row for row in table["rows"] if row["model"] == "smoke"}
     assert {name: row["converted"] for name, row in rows.items()} == {"bf16": 0, "fp8_current": 14}
     assert rows["fp8_current"]["over_bf16"] == rows["fp8_current"]["ms"] / rows["bf16"]["ms"]
     assert rows["bf16"]["first_loss"] != rows["fp8_current"]["first_loss"]

@@ -40,7 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--shapes",
         type=names,
-        help="345m,1.3b,6.7b,7b,70b,smoke; experts: deepseek_16b,smoke; hugging_face: llama,gpt2,smoke",
+        help="345m,1.3b,6.7b,7b,70b,smoke; experts: deepseek_16b,smoke; "
+        "hugging_face: llama,gpt2,qwen3_moe,smoke,smoke_experts",
     )
     common.add_argument("--rounds", type=int, help="rounds in which all variants are measured in turn")
     common.add_argument("--out", type=output_file, metavar="FILE.json", help="write all numbers to this file")

@@ -37,8 +37,9 @@ class ModelCase:
     """A causal language model with random weights.
 
     Attributes:
-        architecture: ``llama`` or ``gpt2``.
+        architecture: ``llama``, ``gpt2`` or ``qwen3_moe``.
         sequences: of a step, each as long as the model takes.
+        experts, topk: of each layer of ``qwen3_moe``, each expert with ``ffn``; the experts of a token.
     """
 
     architecture: str
@@ -50,25 +51,32 @@ class ModelCase:
     vocabulary: int
     length: int
     sequences: int
+    experts: int = 0
+    topk: int = 0
 
     def build(self, device: torch.device) -> Any:
         """The model in bf16, the same weights in each call."""
-        from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+        import transformers
 
         torch.manual_seed(1)
+        sizes: dict[str, Any] = {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": self.length,
+        }
         if self.architecture == "llama":
-            config: Any = LlamaConfig(
-                vocab_size=self.vocabulary,
-                hidden_size=self.hidden,
-                intermediate_size=self.ffn,
-                num_hidden_layers=self.layers,
-                num_attention_heads=self.heads,
-                num_key_value_heads=self.kv_heads,
-                max_position_embeddings=self.length,
+            config: Any = transformers.LlamaConfig(**sizes, intermediate_size=self.ffn)
+            model: Any = transformers.LlamaForCausalLM(config)
+        elif self.architecture == "qwen3_moe":
+            config = transformers.Qwen3MoeConfig(
+                **sizes, moe_intermediate_size=self.ffn, num_experts=self.experts, num_experts_per_tok=self.topk
             )
-            model: Any = LlamaForCausalLM(config)
+            model = transformers.Qwen3MoeForCausalLM(config)
         else:
-            config = GPT2Config(
+            config = transformers.GPT2Config(
                 vocab_size=self.vocabulary,
                 n_embd=self.hidden,
                 n_inner=self.ffn,
@@ -79,19 +87,22 @@ class ModelCase:
                 embd_pdrop=0.0,
                 attn_pdrop=0.0,
             )
-            model = GPT2LMHeadModel(config)
+            model = transformers.GPT2LMHeadModel(config)
         model.config.use_cache = False
         return model.to(device, torch.bfloat16)
 
     def blocks(self, model: Any) -> Any:
         """The decoder layers."""
-        return model.model.layers if self.architecture == "llama" else model.transformer.h
+        return model.transformer.h if self.architecture == "gpt2" else model.model.layers
 
 
 CASES = {
     "llama": ModelCase("llama", 2048, 8192, 32, 8, 8, 32000, 2048, 4),  # layers of Llama 3.2 1B
     "gpt2": ModelCase("gpt2", 2048, 8192, 32, 32, 8, 50304, 1024, 8),  # layers of gpt_1.3b
+    # layers of deepseek_16b's sizes, with Qwen3's attention
+    "qwen3_moe": ModelCase("qwen3_moe", 2048, 1408, 16, 4, 2, 32000, 2048, 4, experts=64, topk=6),
     "smoke": ModelCase("llama", 128, 256, 4, 2, 2, 128, 32, 2),
+    "smoke_experts": ModelCase("qwen3_moe", 128, 128, 4, 2, 1, 128, 32, 1, experts=4, topk=2),
 }
 
 
@@ -135,7 +146,8 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
         "ms: forward, backward and fused AdamW on bf16 weights, including the host where it is slower",
         "compiled: torch.compile of each decoder layer; /bf16: over bf16 of the same mode",
         *([] if bench.on_gpu else ["nothing is compiled on a CPU"]),
-        "all linear layers but the head are converted (skip_slower=False); 'converted' counts them",
+        "all linear layers but the head and 3-D weights of experts are converted (skip_slower=False); "
+        "'converted' counts them",
         "host ms: until the step's calls return, device idle before it",
         f"{args.rounds} rounds in turn; 'rounds': the largest difference between their medians",
     )
@@ -193,10 +205,10 @@ def _variants(args: argparse.Namespace, torchao: bool) -> dict[str, tuple[Callab
 
 
 def _ours(recipe: str, model: Any) -> int:
-    from megatron_lowprec.linear.lowprec_linear import LowPrecLayer
+    from megatron_lowprec.linear.layer_state import StatefulLayer
 
     convert(model, recipe, skip_slower=False)
-    return sum(isinstance(module, LowPrecLayer) for module in model.modules())
+    return sum(isinstance(module, StatefulLayer) for module in model.modules())
 
 
 def _torchao(name: str, model: Any) -> int:

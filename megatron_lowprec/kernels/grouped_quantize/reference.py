@@ -10,7 +10,13 @@ from megatron_lowprec.kernels.amax.reference import operand_amaxes
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice, draw_bits
-from megatron_lowprec.kernels.quantize.reference import quantize_operand, tensor_scale, uniform_from_bits
+from megatron_lowprec.kernels.quantize.reference import (
+    decode,
+    quantize_operand,
+    scale_blocks,
+    tensor_scale,
+    uniform_from_bits,
+)
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 
 
@@ -51,6 +57,8 @@ def quantize_mx_groups(
     scale_keys: Sequence[Key] | None = None,
     rng_step: torch.Tensor,
     spans: tuple[ShardSlice, ShardSlice] = (WHOLE, WHOLE),
+    whole: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Dequantized operands [sum of rows, N] of all sources, in their layout, one after the other.
 
@@ -68,9 +76,12 @@ def quantize_mx_groups(
         scale_keys: Philox key of the stochastic rounding of scales, of each source.
         rng_step: int32 [2], (step, microbatch), on the sources' device.
         spans: location of a source's rows and columns in its unsharded matrix.
+        whole: multiply values by the scale of their tensor too, which is rounded with the block's scale to fp32.
+        out_dtype: of the operands; None for that of the sources.
 
     Returns:
-        The operands without the scales of tensors, and these, fp32 [sources]; None without such a scale.
+        The operands, without the scales of tensors unless ``whole``, and these, fp32 [sources]; None without such a
+        scale.
     """
     on_host = int(rng_step[0]), int(rng_step[1])
     row_span, column_span = spans[::-1] if columnwise else spans
@@ -80,7 +91,7 @@ def quantize_mx_groups(
         if signs is not None:
             matrix, own = pad(matrix, (0, -matrix.shape[1] % signs.shape[1])), signs[i].sign()
         if matrix.numel() == 0:
-            operands.append(source)
+            operands.append(source.to(out_dtype or source.dtype))
             continue
         if own is not None and rule.rounds_transform:
             matrix, own = hadamard_transform(matrix, own).to(matrix.dtype), None
@@ -96,7 +107,8 @@ def quantize_mx_groups(
             bits = draw_bits(_words(key), on_host, rows.stop - rows.start, columns, **spanned, device=rng_step.device)
             return uniform_from_bits(bits, rule.random_bits)
 
-        quantized, _ = quantize_operand(
+        times_tensor = whole and of_tensor is not None
+        quantized, scale = quantize_operand(
             matrix,
             rule.fmt,
             (rule.block_rows, rule.block),
@@ -110,8 +122,13 @@ def quantize_mx_groups(
             scale_rounding=rule.scale_rounding,
             scale_uniform=None if scale_keys is None else partial(uniform, key=scale_keys[i]),
             options=rule.options,
-            dequantize=True,
+            dequantize=not times_tensor,
         )
+        if of_tensor is not None and times_tensor:
+            assert rule.scale_fmt is not None
+            both = decode(scale, rule.scale_fmt) * of_tensor.decode
+            quantized = scale_blocks(quantized.float(), both, (rule.block_rows, rule.block))
+        quantized = quantized.to(out_dtype or source.dtype)
         operands.append(quantized.t() if columnwise else quantized)
     return torch.cat(operands), None if rule.target is None else of_tensors
 

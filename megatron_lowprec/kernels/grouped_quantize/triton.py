@@ -114,6 +114,7 @@ def _grouped_mx_kernel(
 ):
     """Table, int64 [8, GROUPS]: as in ``_source_of``, two words of the key, and two of that of scales."""
     GROUP: tl.constexpr = MX.GROUP
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
     tiles_n = tl.cdiv(N, BN)
     first_n = (tl.program_id(0) % tiles_n) * BN
     matrix, x_ptr, M, first_m = _source_of(table_ptr, tl.program_id(0) // tiles_n, BM, ELEMENT, GROUPS, PADDED)
@@ -157,7 +158,7 @@ def _grouped_mx_kernel(
             MX.HADAMARD,
             ELEMENT,
         )
-        out = tl.reshape(tl.trans(out.to(ELEMENT)), [BM, BN])
+        out = tl.reshape(tl.trans(out.to(OUT)), [BM, BN])
         tl.store(out_ptr + offsets, out, mask=mask)
     else:
         TALL: tl.constexpr = BM // GROUP
@@ -182,7 +183,7 @@ def _grouped_mx_kernel(
             MX.HADAMARD,
             ELEMENT,
         )
-        out = tl.reshape(tl.permute(tl.reshape(out.to(ELEMENT), [GROUP, TALL, BN]), (1, 0, 2)), [BM, BN])
+        out = tl.reshape(tl.permute(tl.reshape(out.to(OUT), [GROUP, TALL, BN]), (1, 0, 2)), [BM, BN])
         written = M
         if MX.HADAMARD:  # the transform makes a group dense, padding included
             written = tl.cdiv(M, GROUP) * GROUP
@@ -292,17 +293,20 @@ def quantize_mx_groups(
     scale_keys: Sequence[Key] | None = None,
     rng_step: torch.Tensor,
     spans: tuple[ShardSlice, ShardSlice] = (WHOLE, WHOLE),
+    whole: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the reference."""
     (_, N), dtype, device = sources[0].shape, sources[0].dtype, sources[0].device
-    block = 0 if signs is None else signs.shape[1]
+    block, dtypes = 0 if signs is None else signs.shape[1], (dtype, out_dtype or dtype)
+    whole = whole and rule.target is not None
     kernel, tile_rows, tile_columns, unit = _specialized(
-        rule, block, columnwise, dtype, len(sources), converts_fp8(device)
+        rule, block, columnwise, dtypes, len(sources), converts_fp8(device), whole
     )
     table, tiles, written = _table(sources, tile_rows, block if block and columnwise else 1)
     table[4:6] = np.array(keys, dtype=np.int64).T
     table[6:] = np.array(keys if scale_keys is None else scale_keys, dtype=np.int64).T
-    out = torch.empty((written, N), dtype=dtype, device=device)
+    out = torch.empty((written, N), dtype=dtypes[1], device=device)
     # an empty source has the scale of an amax of 0
     tensor_scale = None if rule.target is None else torch.ones(len(sources), dtype=torch.float32, device=device)
     programs = tiles * -(-N // tile_columns)
@@ -316,9 +320,15 @@ def quantize_mx_groups(
 
 @lru_cache(maxsize=256)
 def _specialized(
-    rule: MxRule, block: int, columnwise: bool, dtype: torch.dtype, groups: int, converts: bool
+    rule: MxRule,
+    block: int,
+    columnwise: bool,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    groups: int,
+    converts: bool,
+    whole: bool,
 ) -> tuple[Specialized, int, int, int]:
-    """The kernel, the rows and columns of its tile, and its argument ``unit``."""
+    """The kernel, the rows and columns of its tile, and its argument ``unit``; dtypes of the sources and the output."""
     lanes_first, columnwise = not columnwise and not rule.shares_directions, columnwise or rule.block_rows > 1
     constants = rule.constants(
         block,
@@ -328,6 +338,7 @@ def _specialized(
         codes=False,
         converts=converts,
         lanes_first=lanes_first and rule.block_rows > 1,
+        whole=whole,
     )
     stochastic = rule.rounding == "stochastic"
     group, warps = constants.GROUP, 1 + (block > 0)
@@ -339,7 +350,7 @@ def _specialized(
         _grouped_mx_kernel,
         {
             "MX": constants,
-            "ELEMENT": _DTYPES[dtype],
+            "ELEMENT": _DTYPES[dtypes[0]],
             "GROUPS": groups,
             "PADDED": triton.next_power_of_2(groups),
             "BM": rows,

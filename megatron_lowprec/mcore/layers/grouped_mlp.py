@@ -10,6 +10,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from megatron_lowprec.linear.experts.bias_of_tokens import bias_of_tokens
 from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.linear.layer_tensors import CachedInput, backward_gemms
 from megatron_lowprec.linear.once_differentiable import once_differentiable
@@ -80,20 +81,6 @@ class _GroupedLinearFunction(torch.autograd.Function):
         return dx, None, None, None, None, None, None, *dw
 
 
-@once_differentiable("the biases of grouped experts")
-class _ExpertBias(torch.autograd.Function):
-    """The bias of each token's expert, [T, O]; sums each expert's gradient as its own addition would."""
-
-    @staticmethod
-    def forward(ctx, tokens: list[int], *biases: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        ctx.tokens = tokens
-        return torch.cat([bias.expand(count, -1) for bias, count in zip(biases, tokens, strict=True)])
-
-    @staticmethod
-    def backward(ctx, dbias_TO):  # type: ignore[no-untyped-def]
-        return None, *(rows.sum(dim=0) for rows in dbias_TO.split(ctx.tokens))
-
-
 class GroupedLinear(nn.Module):
     """The same linear layer of all experts on a rank, for one forward pass.
 
@@ -129,7 +116,7 @@ class GroupedLinear(nn.Module):
         biases: list[Any] = [linear.bias for linear in self.linears]
         if biases[0] is None:
             return None
-        return _ExpertBias.apply(self.tokens, *(bias.to(dtype or bias.dtype) for bias in biases))
+        return bias_of_tokens(self.tokens, [bias.to(dtype or bias.dtype) for bias in biases])
 
     def forward(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As linear_fc1 of ``MLP``: the product, and the bias that the caller adds."""

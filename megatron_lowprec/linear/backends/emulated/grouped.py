@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from megatron_lowprec.kernels.dispatch import load
 from megatron_lowprec.kernels.philox.key import Key
+from megatron_lowprec.kernels.quantize.rule import MxRule
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
 from megatron_lowprec.linear.backends.grouped_protocol import GroupedBackend, GroupOperand, GroupOperands
 from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.linear_id import SIDES
+from megatron_lowprec.quantization.amax_history import raise_newest
 from megatron_lowprec.quantization.device_rng_step import device_rng_step
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import mx_rule
@@ -27,19 +29,9 @@ if TYPE_CHECKING:
     from megatron_lowprec.linear.linear_gemms import LinearGemms
 
 
-def why_not_grouped(spec: QuantSpec | None) -> str | None:
-    """Reason why the fused kernel does not quantize an operand for all experts; None where it does, or nothing does."""
-    if spec is None:
-        return None
-    if spec.source == "fprop":
-        return "kernels do not quantize fprop's operands again"
-    if spec.tensor_scale is not None and spec.scaling == "delayed":
-        return "kernels take no tensor scale from a history"
-    if spec.correction is not None:
-        return f"scales have no correction {spec.correction} for all experts at once"
-    if mx_rule(spec) is None:
-        return "kernels quantize blocks of 16, 32 or 64 entries with E8M0 or coded scales"
-    return None
+_KNOWN_BLOCKS = (
+    "kernels quantize blocks of 16, 32 or 64 entries with E8M0 or coded scales, no outer blocks, square ones to nearest"
+)
 
 
 class GroupedEmulatedGemms(GroupedBackend):
@@ -63,20 +55,23 @@ class GroupedEmulatedGemms(GroupedBackend):
         """As ``GroupedBackend``."""
         if isinstance(weight, Fp8Weight) or weight.dtype != torch.bfloat16:
             return "kernels take bf16 weights"
-        specs = [self._first.specs[gemm, tensor] for tensor in GEMM_OPERANDS[gemm]]
-        transform = self._first.transforms.of(gemm)
-        quantized = [spec is not None for spec in specs]
-        if (reason := next(filter(None, map(why_not_grouped, specs)), None)) is not None:
-            return reason
+        specs = {tensor: self._first.specs[gemm, tensor] for tensor in GEMM_OPERANDS[gemm]}
+        transform, quantized = self._first.transforms.of(gemm), [spec is not None for spec in specs.values()]
+        casts = [(gemm, spec) for spec in specs.values() if spec is not None]
+        again = [tensor for tensor, spec in specs.items() if spec is not None and spec.source == "fprop"]
+        casts += [("fprop", spec) for tensor in again if (spec := self._first.specs["fprop", tensor]) is not None]
+        rules = [self._rule(*one) for one in casts]
+        if None in rules:
+            return _KNOWN_BLOCKS
         if gemm in self._first.products:
             return "the product emulates Hopper's accumulator"
         if (any(quantized) or transform is not None) and not all(quantized):
             return "an operand stays in the compute dtype"
-        blocks = [(1, 8) if spec is None or spec.block is None else spec.block for spec in specs]
+        blocks = [spec.block for spec in specs.values() if spec is not None and spec.block is not None]
         if transform is not None and any(rows > 1 or transform[0].block % block for rows, block in blocks):
             return f"kernels transform whole blocks of one row, not {transform[0].block} entries"
         # whole groups along features; along tokens the kernels pad
-        group = max(self._padding(gemm), *(block for _, block in blocks))
+        group = max(8, self._padding(gemm), *(rule.block for rule in rules if rule is not None))
         return f"sizes are no multiples of {group}" if any(size % group for size in weight.shape) else None
 
     def quantize(
@@ -90,7 +85,8 @@ class GroupedEmulatedGemms(GroupedBackend):
             elif self._first.specs[gemm, tensor] is None:
                 found.append(GroupOperand(matrix))
             else:
-                found.append(self._quantized(gemm, tensor, matrix.split(list(tokens)), rng_step))
+                sources = matrix.split(list(tokens))
+                found.append(self._quantized(gemm, tensor, sources, rng_step, request.update_amax))
         return GroupOperands(*found)
 
     def from_codes(self, codes: QuantizedTensor, tokens: Sequence[int]) -> GroupOperand:
@@ -101,7 +97,7 @@ class GroupedEmulatedGemms(GroupedBackend):
         """As ``GroupedBackend``."""
         if self._first.specs[gemm, "weight"] is None:
             return GroupOperand(weights if gemm == "fprop" else [weight.t() for weight in weights])
-        data, of_tensors = self._quantized(gemm, "weight", weights, rng_step)
+        data, of_tensors = self._quantized(gemm, "weight", weights, rng_step, update_amax)
         assert isinstance(data, torch.Tensor)
         stacked = data.view(len(weights), -1, weights[0].shape[1])
         return GroupOperand((stacked if gemm == "fprop" else stacked.mT).unbind(), of_tensors)
@@ -139,13 +135,36 @@ class GroupedEmulatedGemms(GroupedBackend):
         transform = self._first.transforms.of(name)
         return 1 if transform is None else transform[0].block
 
-    def _quantized(self, name: str, tensor: str, sources: Sequence[torch.Tensor], rng_step: RngStep) -> GroupOperand:
-        """Operand of a GEMM for all experts, [rows, N]."""
+    def _quantized(
+        self, name: str, tensor: str, sources: Sequence[torch.Tensor], rng_step: RngStep, update_amax: bool
+    ) -> GroupOperand:
+        """Operand of a GEMM for all experts, [rows, N]; amaxes are recorded under delayed scaling."""
+        spec, dtype = self._first.specs[name, tensor], sources[0].dtype
+        assert spec is not None
+        if spec.scaling == "delayed" and update_amax:
+            rule = self._rule(name, spec)
+            amax = load("grouped_quantize").amaxes_of_groups(sources, rule, columnwise=False)
+            raise_newest([gemms.histories[tensor] for gemms in self._experts], amax)
+        if spec.source == "fprop":
+            of_fprop = self._first.specs["fprop", tensor]
+            assert of_fprop is not None
+            values, _ = self._cast("fprop", tensor, sources, rng_step, whole=True, out_dtype=torch.float32)
+            values = values if of_fprop.headroom == 1.0 else values / of_fprop.headroom
+            sources = values.split([len(source) for source in sources])
+        return GroupOperand(*self._cast(name, tensor, sources, rng_step, out_dtype=dtype))
+
+    def _rule(self, name: str, spec: QuantSpec) -> MxRule | None:
+        transform = self._first.transforms.of(name)
+        return mx_rule(spec, None if transform is None else transform[0])
+
+    def _cast(
+        self, name: str, tensor: str, sources: Sequence[torch.Tensor], rng_step: RngStep, **outputs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``quantize_mx_groups`` by the spec of an operand."""
         spec, transform = self._first.specs[name, tensor], self._first.transforms.of(name)
         assert spec is not None
-        rule = mx_rule(spec, None if transform is None else transform[0])
+        rule, op, device = self._rule(name, spec), load("grouped_quantize"), sources[0].device
         assert rule is not None
-        op, device = load("grouped_quantize"), sources[0].device
         on_device, signs = device_rng_step(rng_step, device), None
         if transform is not None:
             group = transform[0].block
@@ -159,13 +178,16 @@ class GroupedEmulatedGemms(GroupedBackend):
         stream = self._first.rounding[name, tensor]
         spans = (stream.row_span, stream.column_span)
         amax = None
-        if rule.target is not None:
+        if rule.target is not None and spec.scaling == "delayed":
+            histories = [gemms.histories[tensor] for gemms in self._experts]
+            amax = torch.cat([history.cells(slot)[0] for history, slot in histories])
+        elif rule.target is not None:
             amax = op.amaxes_of_groups(sources, rule, columnwise=columnwise, signs=signs)
             reduce_amax = self._first.reduction(name, tensor)
             amax = amax if reduce_amax is None else reduce_amax(amax)
         streams = [backend.rounding[name, tensor] for backend in self._backends]
         of_scales = spec.scale.rounding == "stochastic"
-        data, of_tensors = op.quantize_mx_groups(
+        found: tuple[torch.Tensor, torch.Tensor | None] = op.quantize_mx_groups(
             sources,
             rule,
             columnwise=columnwise,
@@ -175,5 +197,6 @@ class GroupedEmulatedGemms(GroupedBackend):
             amax=amax,
             rng_step=on_device,
             spans=spans[::-1] if columnwise else spans,
+            **outputs,
         )
-        return GroupOperand(data, of_tensors)
+        return found

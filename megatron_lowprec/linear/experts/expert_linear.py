@@ -1,0 +1,222 @@
+"""The same linear layer of all experts, whose weights are one parameter, under a recipe. No Megatron."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.compiled import is_pure
+from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
+from megatron_lowprec.linear.layer_histories import LayerGroup, LayerHistories
+from megatron_lowprec.linear.layer_state import StatefulLayer
+from megatron_lowprec.linear.layer_tensors import backward_gemms
+from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.linear.lowprec_linear import _check_one_rank, _title, _without_autocast
+from megatron_lowprec.linear.once_differentiable import once_differentiable, refuse
+from megatron_lowprec.quantization.amax_history import AmaxHistory, empty_histories
+from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.recipe.layer_match import Layer
+from megatron_lowprec.recipe.recipe import Recipe
+
+
+class _GroupHistory:
+    """The amax histories of one tensor of all experts, in place of one layer's ``AmaxHistory`` and slot."""
+
+    def __init__(self, slots: Sequence[tuple[AmaxHistory, int]]) -> None:
+        self._slots = list(slots)
+
+    def is_empty(self, _: int) -> bool:
+        """Whether an expert has no amax in effect."""
+        return any(history.is_empty(slot) for history, slot in self._slots)
+
+    def state(self, _: int) -> torch.Tensor:
+        """fp32 [experts, length + 1]: ``AmaxHistory.state`` of each."""
+        return torch.stack([history.state(slot) for history, slot in self._slots])
+
+    def load_state(self, _: int, state: torch.Tensor | None) -> None:
+        """Restore the result of ``state``; None for empty ones."""
+        for i, (history, slot) in enumerate(self._slots):
+            history.load_state(slot, None if state is None else state[i])
+
+
+class ExpertGemms:
+    """The GEMMs of all experts, with what ``StatefulLayer`` uses of one layer's ``LinearGemms``.
+
+    Args:
+        experts: the GEMMs of each expert.
+        layer: to which the experts' histories belong.
+    """
+
+    def __init__(self, experts: Sequence[LinearGemms], layer: LayerHistories) -> None:
+        self.experts, self._layer = tuple(experts), layer
+        self.recipe, self.linear_id = experts[0].recipe, experts[0].linear_id
+        self.histories: dict[str, Any] = {
+            tensor: (_GroupHistory([gemms.histories[tensor] for gemms in experts]), 0)
+            for tensor in experts[0].histories
+        }
+
+    @cached_property
+    def group(self) -> GroupedLinearGemms:
+        """The GEMMs in one call each."""
+        return GroupedLinearGemms(self.experts)
+
+    def unrecorded(self, current: frozenset[str]) -> ExpertGemms:
+        """As ``LinearGemms``; an expert without an amax of a tensor in ``current`` scales it by the current one."""
+        everywhere = self._layer.stale
+
+        def own(gemms: LinearGemms) -> frozenset[str]:
+            return current if everywhere else current & empty_histories(gemms.recipe, gemms.histories, gradients=True)
+
+        return ExpertGemms([gemms.unrecorded(own(gemms)) for gemms in self.experts], self._layer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "group"}
+
+
+# without quantization autograd may differentiate dgrad and wgrad
+@once_differentiable(lambda ctx: _title(ctx.gemms) if ctx.gemms.recipe.quantized else None)
+class _ExpertLinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, x_TI, weight_EOI, gemms: ExpertGemms, tokens: list[int], rng_step: RngStep, update_amax: bool
+    ):
+        weights, save_input = weight_EOI.unbind(), ctx.needs_input_grad[1]
+        with _without_autocast(x_TI):
+            y, saved = gemms.group.forward(x_TI, tokens, weights, rng_step, update_amax, save_input=save_input)
+        saved = saved if save_input else saved.without_input()
+        ctx.save_for_backward(*saved.tensors())
+        ctx.gemms, ctx.tokens, ctx.rng_step, ctx.update_amax = gemms, tokens, rng_step, update_amax
+        ctx.saved = saved.without_tensors()
+        return y
+
+    @staticmethod
+    def backward(ctx, dy_TO):  # type: ignore[no-untyped-def]
+        saved, dw_EOI, out = ctx.saved.with_tensors(ctx.saved_tensors), None, None
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        none = [None] * len(ctx.tokens)
+        if needs_w:
+            dw_EOI = dy_TO.new_empty(len(none), *saved.experts[0].weight.shape)
+            out = dw_EOI.unbind()
+        with _without_autocast(dy_TO):
+            gemms = backward_gemms(needs_x, needs_w)
+            dx, _ = ctx.gemms.group.backward(
+                dy_TO, ctx.tokens, saved, ctx.rng_step, none, ctx.update_amax, gemms, out=out
+            )
+        return dx, dw_EOI, None, None, None, None
+
+
+class ExpertLinear(StatefulLayer):
+    """A linear layer of all experts: the state of a recipe beside a parameter that another module holds.
+
+    Args:
+        owner: the module that holds the parameter.
+        parameter: its name there; [experts, O, I], or [experts, I, O] if ``transposed``.
+    """
+
+    def __init__(self, owner: nn.Module, parameter: str, transposed: bool = False) -> None:
+        super().__init__()
+        self._owner: weakref.ref[nn.Module] | None = weakref.ref(owner)
+        self._parameter, self._transposed = parameter, transposed
+
+    def bind(
+        self,
+        recipe: Recipe,
+        place: Layer,
+        linear_id: LinearId,
+        seed: int = 0,
+        *,
+        group: LayerGroup | None = None,
+        one_rank: bool = False,
+    ) -> None:
+        """As ``LowPrecLayer.bind``; the experts' numbers enter the keys of their draws."""
+        self.recipe, linear = recipe, recipe.at(place)
+        self.make_state()
+
+        number = len(self.weight)
+        of_tensors = {tensor: self.histories.of(spec) for tensor, spec in linear.delayed_operands().items()}
+        slots = {tensor: history.add_tensors(number) for tensor, history in of_tensors.items()}
+
+        def gemms_of(expert: int) -> LinearGemms:
+            own = LinearId(linear_id.layer, linear_id.name, expert, linear_id.data_parallel_rank)
+            histories = {tensor: (history, slots[tensor][expert]) for tensor, history in of_tensors.items()}
+            return LinearGemms(linear, own, seed, self.histories.of, histories=histories)
+
+        first = gemms_of(0)
+        # nothing tells the others apart without draws and histories
+        experts = [first] * number if is_pure(first) else [first, *map(gemms_of, range(1, number))]
+        self.linear_gemms: Any = ExpertGemms(experts, self.histories)
+        self.join(group)
+        self._one_rank = one_rank and linear.random
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The owner's parameter."""
+        owner = None if self._owner is None else self._owner()
+        assert owner is not None, "a layer of experts without their module"
+        found: torch.Tensor = getattr(owner, self._parameter)
+        return found
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The owner's parameter, by which ``LayerGroup`` follows optimizers."""
+        yield self.weight  # type: ignore[misc]
+
+    def forward(self, x: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+        """``x @ weight.T`` of each expert's rows, [T, O].
+
+        Args:
+            x: [T, I], sorted by expert, in the dtype of the weight, or any under autocast.
+            tokens: rows of each expert; their sum is T.
+
+        Raises:
+            UserError: dtypes differ, the weight is sharded, or a layer that draws was converted before
+                ``init_process_group``.
+        """
+        kind, weight = x.device.type, self.weight.mT if self._transposed else self.weight
+        name = self.linear_gemms.linear_id.name
+        if type(weight).__name__ == "DTensor":
+            raise UserError(f"the weight of {name} is a DTensor in its forward pass: experts run whole on each rank")
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x, weight = x.to(dtype), weight.to(dtype)
+        if x.dtype != weight.dtype:
+            raise UserError(
+                f"{name} with a weight of {weight.dtype} got an input of {x.dtype}: convert one of them, or use "
+                "torch.autocast"
+            )
+        if torch._C._are_functorch_transforms_active():
+            refuse(_title(self.linear_gemms), "torch.func")
+        self.histories.to(x.device)
+        if self._one_rank:
+            _check_one_rank()
+        gemms: Any = self.begin_pass()
+        # a pass in training without gradients is recorded by its recomputation
+        update_amax = self.training and torch.is_grad_enabled()
+        with torch.cuda.device_of(x):
+            y: torch.Tensor = _ExpertLinearFunction.apply(x, weight, gemms, list(tokens), self.rng_step, update_amax)
+        return y
+
+    def extra_repr(self) -> str:
+        """Sizes and recipe."""
+        experts, rows, columns = self.weight.shape
+        sizes = (columns, rows) if not self._transposed else (rows, columns)
+        linear = self.linear_gemms.recipe.name
+        return f"experts={experts}, in_features={sizes[0]}, out_features={sizes[1]}, recipe={linear}"
+
+    # ---- copies
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_owner": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)  # the rest when the owner exists
+
+    def belong_to(self, owner: nn.Module) -> None:
+        """End a copy: the owner's is made behind those of its modules."""
+        self._owner = weakref.ref(owner)
+        super().__setstate__(self.__dict__.copy())

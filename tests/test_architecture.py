@@ -50,6 +50,7 @@ MAY_IMPORT = {
     "optimizer": {"kernels", "recipe"},
     "comm": {"formats", "kernels", "recipe"},
     "linear": {"errors", "files", "formats", "kernels", "recipe", "quantization", "scaling", "comm"},
+    "finetuning": {"errors", "linear", "quantization", "recipe"},
     "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "optimizer", "comm", "linear"},
     "training": {
         *(

@@ -24,8 +24,8 @@ from megatron_lowprec.linear.backends.protocol import COMPUTE_DTYPES
 from megatron_lowprec.linear.backends.table import Choice, choose
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.layer_histories import LayerGroup, check_common_step
-from megatron_lowprec.linear.layer_state import added_keys, drop_unused_state
-from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.linear.layer_state import added_keys, combined, drop_unused_state
+from megatron_lowprec.linear.linear_id import LinearId, is_adapter, without_adapters
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
 from megatron_lowprec.recipe.coverage import LinearSite, check_globs, check_no_phases, check_rules, indivisible
 from megatron_lowprec.recipe.layer_match import Layer
@@ -37,6 +37,8 @@ M = TypeVar("M", bound=nn.Module)
 Filter = Callable[[str, nn.Module], bool]
 
 _HEADS, _ROUTERS = ("lm_head", "embed_out"), ("gate", "router")
+# subclasses of nn.Linear with its forward pass
+_AS_LINEAR = {("torch.nn.modules.linear", "Linear"), ("torchtitan.models.common.linear", "Linear")}
 # by name: importing the wrappers takes longer than the conversion
 _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel(model)",
@@ -55,9 +57,13 @@ class Exclusion(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """A linear layer by its path, and its position in a stack of blocks: ``stack.<number - 1>.name``, or number 0."""
+    """A linear layer by its path, and its position in a stack of blocks: ``stack.<number - 1>.name``, or number 0.
+
+    ``plain_path`` and ``name`` are those without the wrappers of adapters.
+    """
 
     path: str
+    plain_path: str
     module: nn.Module
     in_features: int
     out_features: int
@@ -69,7 +75,7 @@ class _Layer(NamedTuple):
     @property
     def place(self) -> Layer:
         """The place for which a recipe answers."""
-        return Layer(self.number, self.name, self.num_layers, self.path)
+        return Layer(self.number, self.name, self.num_layers, self.plain_path)
 
 
 @dataclass(frozen=True)
@@ -156,9 +162,10 @@ def convert(
     for path in conversion.converted:
         layer = modules[path]
         module = layer.module
-        module.__class__ = LowPrecLinear if isinstance(module, nn.Linear) else LowPrecConv1D
+        kind = LowPrecLinear if isinstance(module, nn.Linear) else LowPrecConv1D
+        module.__class__ = kind if type(module) is nn.Linear else combined(kind, type(module))
         assert isinstance(module, LowPrecLayer)
-        linear_id = LinearId(layer.number, path or "linear", data_parallel_rank=data_parallel_rank)
+        linear_id = LinearId(layer.number, layer.plain_path or "linear", data_parallel_rank=data_parallel_rank)
         module.bind(conversion.recipe, layer.place, linear_id, seed, group=layers, one_rank=one_rank)
     model.register_load_state_dict_pre_hook(drop_unused_state)
     logger.info("%s", conversion)
@@ -282,7 +289,8 @@ def _linears(model: nn.Module) -> Iterator[_Layer]:
         else:
             continue
         stack, number, num_layers, name = _position(model, path)
-        yield _Layer(path, module, *sizes, stack, number, num_layers, name)
+        plain_path = without_adapters(path, of_peft=hasattr(model, "peft_config"))
+        yield _Layer(path, plain_path, module, *sizes, stack, number, num_layers, without_adapters(name))
 
 
 def _is_conv1d(module: Any) -> bool:
@@ -323,7 +331,7 @@ def _output_heads(model: nn.Module) -> set[int]:
 def _unsupported(model: nn.Module, layer: _Layer, dtype: torch.dtype) -> Exclusion | None:
     """Reason if the layer's own forward would not run, is not that of a linear layer, or has another dtype."""
     kind, parent = type(layer.module), model.get_submodule(layer.path.rpartition(".")[0])
-    if isinstance(layer.module, nn.Linear) and kind is not nn.Linear:
+    if isinstance(layer.module, nn.Linear) and (kind.__module__, kind.__qualname__) not in _AS_LINEAR:
         return Exclusion(f"its class {kind.__module__}.{kind.__qualname__} is not torch.nn.Linear itself", False)
     if "forward" in vars(layer.module):
         return Exclusion("its forward is replaced on the module", False)
@@ -344,9 +352,11 @@ def _requested(
     if filter is not None:
         if not filter(layer.path, layer.module):
             return Exclusion("by filter", True)
-    elif id(layer.module) in heads or layer.path.split(".")[-1] in _HEADS:
+    elif is_adapter(layer.path):
+        return Exclusion("adapter", True)
+    elif id(layer.module) in heads or (name := layer.plain_path.split(".")[-1]) in _HEADS:
         return Exclusion("output head", True)
-    elif layer.path.split(".")[-1] in _ROUTERS:
+    elif name in _ROUTERS:
         return Exclusion("router", True)
     if linear.quantized or not recipe.quantized:
         return None

@@ -84,15 +84,20 @@ class Conversion:
 
     Attributes:
         recipe: the recipe.
-        converted: paths of the layers that follow it.
+        places: of the layers that follow it, by path.
         excluded: path of each other linear layer -> the reason.
         execution: lines that name native and emulated GEMMs.
     """
 
     recipe: Recipe
-    converted: tuple[str, ...]
+    places: Mapping[str, Layer]
     excluded: Mapping[str, Exclusion]
     execution: tuple[str, ...]
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """Paths of the layers that follow the recipe."""
+        return tuple(self.places)
 
     def __str__(self) -> str:
         lines = [f"recipe {self.recipe.name}: {len(self.converted)} linear layers: {_brief(self.converted)}"]
@@ -191,7 +196,7 @@ def plan(
     layers = list(_linears(model))
     used = _used_recipe(recipe, keep_bf16, layers)
     heads = _output_heads(model)
-    converted, excluded = [], {}
+    places, excluded = dict[str, Layer](), dict[str, Exclusion]()
     gemms: dict[tuple[Choice, str], set[str]] = {}
     for layer in layers:
         weight = layer.module.weight
@@ -206,7 +211,7 @@ def plan(
         if why is not None:
             excluded[layer.path] = why
             continue
-        converted.append(layer.path)
+        places[layer.path] = layer.place
         target = Target(arch, layer.in_features, layer.out_features, kind)
         for name, gemm in linear.gemms.items():
             if gemm.quantized:
@@ -215,7 +220,7 @@ def plan(
         backend.header([name for name in recipe.gemms if name in names], arch)
         for (backend, arch), names in gemms.items()
     )
-    return Conversion(used, tuple(converted), excluded, execution)
+    return Conversion(used, places, excluded, execution)
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:

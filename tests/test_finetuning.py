@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,35 +23,42 @@ from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, 
 from megatron_lowprec.quantization.frozen_weight import Codes, FrozenWeight, stored_specs
 from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.recipe.registry import MXFP4, NVFP4
+from tests.environment import ROOT
 from tests.linear.conversions import CONVERTIBLE
 from tests.linear.tiny_models import Conv1D
-from tests.weekly import each_kind
+from tests.weekly import also_weekly
 
 T, IN, OUT = 40, 256, 384
 ENTRIES = IN * OUT
-# bytes of scales and amaxes beside the codes, by recipe; the codes take one byte an entry and direction, or a half
-SCALES = {
-    "fp8_delayed": (1.0, 4 + 4),
-    "fp8_current": (1.0, 4),
-    "fp8_rowwise": (2.0, 4 * (IN + OUT)),
-    "fp8_rowwise_gw_hp": (2.0, 4 * OUT + 4),
-    "fp8_blockwise": (1.0, 4 * ENTRIES // 128**2),
-    **dict.fromkeys(
-        ("mxfp8", "mxfp8_ocp", "mxfp8_e5m2_grad", "mxfp8_e5m2_weight", "mxfp8_e5m2_act"), (2.0, 2 * ENTRIES // 32)
-    ),
-    "mxfp8_2d": (1.0, ENTRIES // 32**2),
-    "nvfp4": (0.5, ENTRIES // 16**2 + 4),
-    "nvfp4_all": (0.5, ENTRIES // 16**2 + 4),
-    "nvfp4_four_over_six": (1.0, 2 * (ENTRIES // 16**2 + 4)),
-    "quartet2": (0.5, ENTRIES // 16 + 4),
+# recipe -> sets of codes in bytes an entry, and bytes of scales and amaxes of a weight [O, I]
+STORED: dict[str, tuple[float, Callable[[int, int], int]]] = {
+    "fp8_delayed": (1.0, lambda o, i: 4 + 4),
+    "fp8_current": (1.0, lambda o, i: 4),
+    "fp8_rowwise": (2.0, lambda o, i: 4 * (o + i)),
+    "fp8_rowwise_gw_hp": (2.0, lambda o, i: 4 * o + 4),
+    "fp8_blockwise": (1.0, lambda o, i: 4 * o * i // 128**2),
+    "mxfp8": (2.0, lambda o, i: 2 * o * i // 32),
+    "mxfp8_ocp": (2.0, lambda o, i: 2 * o * i // 32),
+    "mxfp8_e5m2_grad": (2.0, lambda o, i: 2 * o * i // 32),
+    "mxfp8_e5m2_weight": (2.0, lambda o, i: 2 * o * i // 32),
+    "mxfp8_e5m2_act": (2.0, lambda o, i: 2 * o * i // 32),
+    "mxfp8_2d": (1.0, lambda o, i: o * i // 32**2),
+    "nvfp4": (0.5, lambda o, i: o * i // 16**2 + 4),
+    "nvfp4_all": (0.5, lambda o, i: o * i // 16**2 + 4),
+    "nvfp4_four_over_six": (1.0, lambda o, i: 2 * (o * i // 16**2 + 4)),
+    "quartet2": (0.5, lambda o, i: o * i // 16 + 4),
 }
+_RARELY = {"mxfp8_ocp", "mxfp8_e5m2_grad", "mxfp8_e5m2_weight", "mxfp8_e5m2_act", "nvfp4", "nvfp4_four_over_six"}
+each_recipe = pytest.mark.parametrize("name", also_weekly(STORED, STORED.keys() - _RARELY))
 # kept in bf16 here, or with a reason in the table of the guide
 _NOT_HELD = {"bf16": "fprop", "fp8_mxfp4_rht_sr": "dgrad"} | dict.fromkeys(
     ("mxfp4", "mxfp4_rht", "mxfp4_sr", "mxfp4_rht_sr"), "fprop"
 )
 
 
-_TWO_DIRECTIONS = {name for name in SCALES if name.startswith(("fp8_rowwise", "mxfp8", "nvfp4_f"))} - {"mxfp8_2d"}
+def stored_bytes(name: str, out_features: int, in_features: int) -> int:
+    codes, scales = STORED[name]
+    return int(codes * out_features * in_features) + scales(out_features, in_features)
 
 
 def layer_of(recipe: str | Recipe, kind: str = "linear", dtype: torch.dtype = torch.bfloat16) -> LowPrecLayer:
@@ -75,7 +84,10 @@ def passes(layer: LowPrecLayer, number: int = 2) -> list[list[torch.Tensor]]:
     """y, dx and db of passes, each of them a step."""
     generator, found = torch.Generator().manual_seed(1), []
     for _ in range(number):
-        x, dy = (torch.randn(T, width, generator=generator).to(layer.weight.dtype) for width in (IN, OUT))
+        x, dy = (
+            torch.randn(T, width, generator=generator).to(layer.weight.device, layer.weight.dtype)
+            for width in (IN, OUT)
+        )
         y = layer(x.requires_grad_())
         layer.bias.grad = None  # type: ignore[union-attr]
         y.backward(dy)
@@ -90,7 +102,7 @@ def equal(got: list[list[torch.Tensor]], want: list[list[torch.Tensor]]) -> bool
 
 # ---- bits
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])
-@pytest.mark.parametrize("name", each_kind(list(SCALES)))
+@each_recipe
 def test_passes_have_the_bits_of_the_weight(name: str, kind: str) -> None:
     """y, dx and db; under delayed scaling from the second step on, since the scale of the first is 1."""
     first = name == "fp8_delayed"
@@ -102,9 +114,20 @@ def test_passes_have_the_bits_of_the_weight(name: str, kind: str) -> None:
     assert not equal(got[1:], passes(layer_of("bf16", kind))[1:])
 
 
+@pytest.mark.gpu
+@each_recipe
+def test_passes_on_a_gpu_have_the_bits_of_the_weight(name: str) -> None:
+    """Native operands of FP8 recipes and Triton's casts of the others; codes are those of a CPU."""
+    first = name == "fp8_delayed"
+    want = passes(layer_of(name).cuda())
+    layer, on_cpu = quantize_frozen_weights(layer_of(name).cuda()), held(name)
+    assert equal(passes(layer)[first:], want[first:])
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(layer.buffers(), on_cpu.buffers(), strict=True))
+
+
 def test_every_recipe_is_held_or_refused() -> None:
     ends = {"fp8_current_bf16_ends"}  # the GEMMs of fp8_current
-    assert set(SCALES) | set(_NOT_HELD) | ends == set(CONVERTIBLE)
+    assert set(STORED) | set(_NOT_HELD) | ends == set(CONVERTIBLE)
     for name, gemm in _NOT_HELD.items():
         with pytest.raises(UserError, match=f"cannot hold its frozen weight as codes: {gemm} takes the weight"):
             held(name)
@@ -155,13 +178,11 @@ def test_operands_of_native_gemms_are_the_cast_s(granularity: str) -> None:
 
 
 # ---- work and memory
-@pytest.mark.parametrize("name", each_kind(list(SCALES)))
+@each_recipe
 def test_bytes_are_those_of_codes_and_scales(name: str) -> None:
-    codes, scales = SCALES[name]
     layer = held(name)
     found = sum(tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers()))
-    assert found == int(codes * ENTRIES) + scales + layer.bias.nbytes
-    assert ("weight_columnwise_data" in dict(layer.named_buffers())) == (name in _TWO_DIRECTIONS)
+    assert found == stored_bytes(name, OUT, IN) + layer.bias.nbytes
 
 
 def test_a_frozen_layer_quantizes_nothing_for_wgrad_and_no_weight() -> None:
@@ -271,3 +292,14 @@ def test_what_cannot_be_held() -> None:
             held("bf16", storage=spec)
     with pytest.raises(UserError, match="no converted layer with a frozen weight"):
         quantize_frozen_weights(held("mxfp8"))  # held already
+
+
+# ---- the guide
+def test_the_guide_has_the_bytes_of_every_recipe() -> None:
+    """An entry of a weight 4096 x 4096, to three places."""
+    page = (ROOT / "docs/guide/lora.md").read_text(encoding="utf-8").split("## Bytes\n")[1].split("\n## ")[0]
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    found = {name: row[3].strip() for row in rows for name in re.findall(r"`(\w+)`", row[1])}
+    assert found == {name: f"{stored_bytes(name, 4096, 4096) / 4096**2:.3f}" for name in STORED}
+    refused = page.split("**Refused:**")[1].splitlines()[0]
+    assert set(re.findall(r"`(\w+)`", refused)) - {"storage"} == set(_NOT_HELD)

@@ -1,7 +1,7 @@
 """The converter for torchtitan: its models by torchtitan's own builder, beside ``convert`` of the same model."""
 
+import json
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from megatron_lowprec import UserError, convert
+from megatron_lowprec.finetuning import quantize_frozen_weights
 from megatron_lowprec.linear.lowprec_linear import LowPrecLayer, LowPrecLinear
 
 pytest.importorskip("torchtitan", reason="the extra torchtitan is not installed")
 
 from torchtitan.components.lora import LoRAConverter
-from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.config.manager import ConfigManager
+from torchtitan.config.override import apply_overrides
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 
@@ -79,19 +81,16 @@ def test_losses_are_those_of_convert(recipe: str) -> None:
 
 
 def test_the_override_of_the_command_line_converts_the_same_layers() -> None:
-    """As ``--override.imports`` of torchtitan's trainer applies it, below the trainer's configuration."""
-    spec = spec_of()
-    options = {"recipe": "fp8_current", "keep_bf16": ["layers.0.*"]}
-    lines = apply_overrides(OverrideConfig(imports=[("megatron_lowprec.torchtitan.lowprec", options)]), _Root(spec))
-    assert len(lines) == 1
-    assert {path.split(".")[1] for path in converted(built(spec.model))} == {"1"}
-
-
-class _Root:
-    """A configuration that has the model's below it, as the trainer's has."""
-
-    def __init__(self, spec: Any) -> None:
-        self.traverse: Callable[..., Any] = spec.traverse
+    """``--override.imports`` by torchtitan's own parser, applied as its trainer does before it builds the model."""
+    options = '{"recipe": "fp8_current", "keep_bf16": ["layers.[1-5].*"]}'
+    words = ["--module", "llama3", "--config", "llama3_debugmodel", "--override.imports"]
+    config = ConfigManager().parse_args([*words, f"megatron_lowprec.torchtitan.lowprec={options}"])
+    assert len(apply_overrides(config.override, config)) == 1
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    assert len(converted(model)) == 5
+    assert {path.split(".")[1] for path in converted(model)} == {"0"}
+    json.dumps(config.to_dict())  # the trainer logs it
 
 
 def test_lora_of_torchtitan_wraps_converted_layers() -> None:
@@ -106,7 +105,10 @@ def test_lora_of_torchtitan_wraps_converted_layers() -> None:
     alone.load_state_dict({"weight": layer.weight})
     x = torch.randn(8, 256)
     assert torch.equal(layer(x), alone(x))  # the second factor is 0 at first
-    assert train(model) != train(built(spec_of(lora).model))
+    codes = built(spec_of(LowPrecConverter.Config(recipe="fp8_current"), lora).model)
+    losses = train(quantize_frozen_weights(codes))
+    assert losses == train(model)
+    assert losses != train(built(spec_of(lora).model))
 
 
 def test_models_pickle_and_nothing_to_convert_is_an_error() -> None:

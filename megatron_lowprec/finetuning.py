@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.layer_state import combined
+from megatron_lowprec.linear.layer_state import combined, parts_of
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer
 from megatron_lowprec.quantization.frozen_weight import Codes, FrozenWeight, StoredSpecs, amax_of, stored_specs
 from megatron_lowprec.recipe.quant_spec import QuantSpec
@@ -69,9 +69,8 @@ def dequantize_frozen_weights(model: M) -> M:
 
 
 class _Parameter(NamedTuple):
-    """The parameter that codes replace: of a layer of class ``kind``, [O, I], or [I, O] if ``transposed``."""
+    """The parameter that codes replace: [O, I], or [I, O] if ``transposed``."""
 
-    kind: type
     shape_OI: tuple[int, int]  # noqa: N815 - a shape suffix
     dtype: torch.dtype
     transposed: bool
@@ -94,7 +93,7 @@ class FrozenLayer(LowPrecLayer):
         if weight is None:
             by_row, by_column = (self._codes(side) for side in _SIDES)
             assert by_row is not None
-            _, shape_OI, dtype, transposed = self._replaced
+            shape_OI, dtype, transposed = self._replaced
             amax = self._buffers.get(_AMAX)
             weight = FrozenWeight(self._specs, by_row, by_column, shape_OI, dtype, amax, transposed)
             self._keep(weight)
@@ -122,7 +121,7 @@ class FrozenLayer(LowPrecLayer):
         value = nn.Parameter(self.weight.value().contiguous(), requires_grad=False)
         for name in [name for name in self._buffers if name.startswith("weight_")]:
             del self._buffers[name]
-        self.__class__ = self._replaced.kind
+        self.__class__ = combined(*parts_of(type(self))[1:])
         for name in ("_specs", "_replaced", "_weight"):
             del self.__dict__[name]
         self.register_parameter("weight", value)
@@ -171,7 +170,7 @@ def _hold(layer: LowPrecLayer, specs: StoredSpecs, dtype: torch.dtype) -> None:
     """Replace the parameter ``weight`` of a layer by buffers with its codes."""
     weight, transposed = layer.weight, isinstance(layer, LowPrecConv1D)
     out_features, in_features = weight.shape[::-1] if transposed else weight.shape
-    replaced = _Parameter(type(layer), (out_features, in_features), dtype, transposed)
+    replaced = _Parameter((out_features, in_features), dtype, transposed)
     layer.__class__ = combined(FrozenLayer, type(layer))
     assert isinstance(layer, FrozenLayer)
     del layer._parameters["weight"]

@@ -155,7 +155,14 @@ class StatefulLayer(nn.Module):
 
 def combined(*kinds: type) -> Any:
     """Subclass of a layer's class and of the class that it replaces, whose ``isinstance`` checks hold; pickles."""
-    return _combined(tuple(part for kind in kinds for part in vars(kind).get("_parts", (kind,))))
+    parts = tuple(part for kind in kinds for part in parts_of(kind))
+    return parts[0] if len(parts) == 1 else _combined(parts)
+
+
+def parts_of(kind: type) -> tuple[type, ...]:
+    """The classes that ``combined`` was given, or the class itself."""
+    parts: tuple[type, ...] = vars(kind).get("_parts", (kind,))
+    return parts
 
 
 @cache

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megatron_lowprec import convert
+from megatron_lowprec.finetuning import quantize_frozen_weights
 from megatron_lowprec.linear.convert import plain_state_dict
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
 from tests.weekly import also_weekly
@@ -82,5 +83,8 @@ def test_state_dict_and_gradient_checkpointing(kind: str) -> None:
     assert train(recomputed.train(), 3) == train(model.train(), 3)
     again = pickle.loads(pickle.dumps(model))
     assert train(again, 1) == train(model, 1)
+    codes = quantize_frozen_weights(again.requires_grad_(False)).eval()
+    tokens = {"input_ids": torch.arange(8)[None]}
+    assert torch.equal(pickle.loads(pickle.dumps(codes))(**tokens).logits, codes(**tokens).logits)
     plain.load_state_dict(plain_state_dict(model), strict=True)
     assert torch.equal(plain.lm_head.weight, model.lm_head.weight)

@@ -6,13 +6,18 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lowprec import GemmSpec, QuantSpec, Recipe, UserError, convert, get_recipe
 from megatron_lowprec.finetuning import FrozenLayer, dequantize_frozen_weights, quantize_frozen_weights
@@ -25,7 +30,7 @@ from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.recipe.registry import MXFP4, NVFP4
 from tests.environment import ROOT
 from tests.linear.conversions import CONVERTIBLE
-from tests.linear.tiny_models import Conv1D
+from tests.linear.tiny_models import Conv1D, build, tokens_of
 from tests.weekly import also_weekly
 
 T, IN, OUT = 40, 256, 384
@@ -207,6 +212,58 @@ def test_a_frozen_layer_quantizes_nothing_for_wgrad_and_no_weight() -> None:
     with layer.linear_gemms.backends.wrapped(Counted):
         passes(layer, 1)
     assert casts == {("input", True, False): 1, ("grad_output", True, False): 1}
+
+
+# ---- in a model
+def losses_of(codes: bool, recipe: str, way: str) -> list[float]:
+    """Losses of steps of a model whose embedding, last block and norms train; ``way`` of ``_WAYS``."""
+    model = build(recompute=way if "reentrant" in way else "").bfloat16()
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(path.startswith(("embed", "layers.1")) or "norm" in path)
+    convert(model, recipe)
+    if codes:
+        quantize_frozen_weights(model)
+    assert sum(isinstance(module, FrozenLayer) for module in model.modules()) == (7 if codes else 0)
+    run: nn.Module = model
+    if way == "FSDP2":
+        mesh = init_device_mesh("cpu", (1,))
+        run = fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    elif way == "DDP":
+        run = DistributedDataParallel(model, broadcast_buffers=False)
+    elif way == "compiled":
+        run = torch.compile(model, backend="eager")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    losses = []
+    for step in range(2):
+        for microbatch in range(2 if way == "accumulated" else 1):
+            loss = run(tokens_of(2 * step + microbatch))
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if way == "evaluated":
+            with torch.no_grad():
+                losses.append(run.eval()(tokens_of(9)).item())
+            run.train()
+    return losses
+
+
+in_bf16 = cache(partial(losses_of, False))
+_WAYS = ("accumulated", "evaluated", "reentrant", "not reentrant", "compiled", "FSDP2", "DDP")
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
+@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("recipe", also_weekly(["fp8_current", "nvfp4_all"], ["fp8_current"]))
+def test_models_have_the_losses_of_weights_in_bf16(recipe: str, way: str) -> None:
+    """Bit for bit, trained and frozen layers together; FSDP2 and DDP over one rank, which wraps all the same."""
+    if way in ("FSDP2", "DDP"):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert losses_of(True, recipe, way) == in_bf16(recipe, way if way in ("accumulated", "evaluated") else "alone")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 # ---- state dicts, copies and moves

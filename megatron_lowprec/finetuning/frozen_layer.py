@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.finetuning.frozen_operator import FrozenOperands, frozen_linear, operator_key
 from megatron_lowprec.linear.layer_state import combined, parts_of
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer
 from megatron_lowprec.quantization.frozen_weight import Codes, FrozenWeight, StoredSpecs, amax_of, stored_specs
@@ -15,6 +16,7 @@ from megatron_lowprec.recipe.quant_spec import QuantSpec
 M = TypeVar("M", bound=nn.Module)
 
 _SIDES = ("rowwise", "columnwise")
+_FIELDS = tuple(f"weight_{side}_{field}" for side in _SIDES for field in Codes._fields)
 _AMAX = "weight_amax"
 
 logger = logging.getLogger("megatron_lowprec")
@@ -79,12 +81,14 @@ class _Parameter(NamedTuple):
 class FrozenLayer(LowPrecLayer):
     """Base of a converted layer whose frozen weight is held as codes, in buffers.
 
-    ``torch.compile`` breaks the graph at such a layer.
+    Compiled, it is one operator; ``torch.compile`` breaks the graph if its recipe has random draws or delayed scales.
     """
 
     _specs: StoredSpecs
     _replaced: _Parameter
     _weight: FrozenWeight | None
+    _names: tuple[str, ...]
+    _key: int | None
 
     @property
     def weight(self) -> FrozenWeight:  # type: ignore[override]
@@ -122,11 +126,20 @@ class FrozenLayer(LowPrecLayer):
         for name in [name for name in self._buffers if name.startswith("weight_")]:
             del self._buffers[name]
         self.__class__ = combined(*parts_of(type(self))[1:])
-        for name in ("_specs", "_replaced", "_weight"):
+        for name in ("_specs", "_replaced", "_weight", "_names", "_key"):
             del self.__dict__[name]
         self.register_parameter("weight", value)
 
-    @torch.compiler.disable(reason="a weight held as codes is decoded outside of the graph")
+    def _operator_key(self) -> int | None:
+        """Of the compiled layer; None if it is not a pure function, or another class wraps its forward pass."""
+        recipe, gemms = self.linear_gemms.recipe, self.linear_gemms
+        wrapped = super(FrozenLayer, type(self)).forward is not LowPrecLayer.forward
+        if recipe.random or gemms.histories or wrapped:
+            return None
+        fields = tuple(name in self._names for name in _FIELDS)
+        shape_OI, dtype, _ = self._replaced
+        return operator_key(FrozenOperands(recipe, self._specs, shape_OI, dtype, fields))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As ``LowPrecLayer``; UserError if autocast has another dtype than the weight."""
         kind, own = x.device.type, self._replaced.dtype
@@ -135,6 +148,19 @@ class FrozenLayer(LowPrecLayer):
                 f"{self.linear_gemms.linear_id.name} holds codes of a weight in {own}, but runs under autocast "
                 f"to {dtype}: call quantize_frozen_weights(model, dtype={dtype})"
             )
+        if not torch.compiler.is_compiling():
+            return super().forward(x)
+        if self._key is None:
+            return self._run_outside_graph(x)
+        bias: torch.Tensor | None = self.bias
+        if torch.is_autocast_enabled(kind):
+            x, bias = x.to(own), None if bias is None else bias.to(own)
+        tensors = [getattr(self, name) for name in self._names]
+        y = frozen_linear(x.reshape(-1, x.shape[-1]), tensors, bias, self._key)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @torch.compiler.disable(reason="random draws and amax histories of a frozen layer are state outside the graph")
+    def _run_outside_graph(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
 
     def extra_repr(self) -> str:
@@ -152,6 +178,10 @@ class FrozenLayer(LowPrecLayer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_weight": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._key = self._operator_key()  # that of another process
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # a change of dtype would round scales, which are fp32 whatever the dtype of the weight
         buffers: dict[str, Any] = self._buffers
@@ -163,6 +193,7 @@ class FrozenLayer(LowPrecLayer):
         super()._apply(fn, recurse)
         buffers.update({name: buffers[name].view(torch.float32) for name in scales})
         self._keep(None)
+        self._key = self._operator_key()
         return self
 
 
@@ -177,6 +208,8 @@ def _hold(layer: LowPrecLayer, specs: StoredSpecs, dtype: torch.dtype) -> None:
     layer.__dict__.update(_specs=specs, _replaced=replaced, _weight=None)
     for name, value in layer._stored(weight).items():
         layer.register_buffer(name, value)
+    layer._names = tuple(name for name in _FIELDS if name in layer._buffers)
+    layer._key = layer._operator_key()
 
 
 def _specs_of(path: str, layer: LowPrecLayer, storage: QuantSpec | None) -> StoredSpecs:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -310,9 +311,35 @@ def test_autocast_takes_codes_of_its_dtype() -> None:
         assert torch.equal(frozen(x), layer(x))
 
 
-def test_a_compiled_model_breaks_the_graph_there() -> None:
-    layer, model = held("mxfp8_2d"), nn.Sequential(held("mxfp8_2d"), nn.GELU())
+@pytest.mark.parametrize(("name", "kind"), [("fp8_current", "linear"), ("mxfp8", "conv1d")])
+def test_a_compiled_layer_is_one_operator_with_eager_bits(name: str, kind: str) -> None:
+    """No graph break, whatever the number of tokens; the graph reads codes and scales, no weight."""
+    layer = held(name, kind)
+    want = passes(layer)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, example_inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, example_inputs)
+
+    compiled = torch.compile(nn.Sequential(layer, nn.Identity()), fullgraph=True, backend=backend)
+    compiled.weight, compiled.bias = layer.weight, layer.bias  # as ``passes`` reads them
+    assert equal(passes(compiled), want)
+    targets = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    assert [target for target in targets if "lowprec" in target] == ["megatron_lowprec.frozen_linear.default"]
+    with torch.autocast("cpu", torch.bfloat16):
+        x = torch.randn(T, IN)
+        assert torch.equal(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("name", also_weekly(["fp8_delayed", "nvfp4_all"], ["nvfp4_all"]))
+def test_state_of_a_recipe_breaks_the_graph(name: str) -> None:
+    """Delayed scales and draws: the layer runs between two graphs, with eager bits."""
+    model, layer = nn.Sequential(held(name), nn.GELU()), held(name)
     x = torch.randn(T, IN, dtype=torch.bfloat16)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(model, backend="eager", fullgraph=True)(x)
+    torch.compiler.reset()
     assert torch.equal(torch.compile(model, backend="eager")(x), nn.functional.gelu(layer(x)))
 
 

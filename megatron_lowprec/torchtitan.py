@@ -95,6 +95,11 @@ class LowPrecConverter(QuantizationConverter):
         if not found:
             reasons = conversion.lines_of_excluded(False) + conversion.lines_of_excluded(True)
             raise UserError(f"recipe {conversion.recipe.name} converts no layer: {'; '.join(reasons)}")
+        if others := places.keys() - {path for path, *_ in found}:
+            raise UserError(
+                f"the model builds {', '.join(sorted(others))} without a Linear.Config of these names, which a converter "
+                "could replace: leave them in the compute dtype by keep_bf16"
+            )
         for path, layer, parent, name in found:
             binding = Binding(conversion.recipe, places[path], path, options.seed, group)
             given = {each.name: getattr(layer, each.name) for each in fields(layer) if each.init}

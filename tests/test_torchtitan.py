@@ -1,5 +1,6 @@
 """The converter for torchtitan: its models by torchtitan's own builder, beside ``convert`` of the same model."""
 
+import importlib
 import json
 import pickle
 from typing import Any
@@ -91,6 +92,28 @@ def test_the_override_of_the_command_line_converts_the_same_layers() -> None:
     assert len(converted(model)) == 5
     assert {path.split(".")[1] for path in converted(model)} == {"0"}
     json.dumps(config.to_dict())  # the trainer logs it
+
+
+@pytest.mark.parametrize(("family", "layers"), [("qwen3", 40), ("deepseek_v3", 42), ("gpt_oss", 4)])
+def test_other_models_build_with_converted_layers(family: str, layers: int) -> None:
+    """Attention, dense MLPs and shared experts; routers, the head and torchtitan's own kinds of linear layers stay."""
+    model_registry = importlib.import_module(f"torchtitan.models.{family}").model_registry
+    spec = model_registry("debugmodel", converters=[LowPrecConverter.Config(recipe="fp8_current")])
+    with torch.device("meta"):
+        model = spec.model.build()
+    model.verify_module_protocol()
+    paths = converted(model)
+    assert len(paths) == layers
+    assert not [path for path in paths if "router" in path or path == "lm_head"]
+
+
+def test_layers_without_a_configuration_are_named() -> None:
+    """The vision encoder of this model builds linear layers from configurations of other names."""
+    model_registry = importlib.import_module("torchtitan.models.kimi_k2_7").model_registry
+    given = [LowPrecConverter.Config(recipe="fp8_current", keep_bf16=["vision_encoder.*"])]
+    assert model_registry("debugmodel", converters=given).model is not None
+    with pytest.raises(UserError, match=r"the model builds vision_encoder\.layers\.0\.attn\.wk, .*by keep_bf16"):
+        model_registry("debugmodel", converters=[LowPrecConverter.Config(recipe="fp8_current")])
 
 
 def test_lora_of_torchtitan_wraps_converted_layers() -> None:

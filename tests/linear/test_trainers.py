@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_lowprec import convert
+from megatron_lowprec.finetuning import quantize_frozen_weights
 from megatron_lowprec.linear.convert import plain_state_dict
 from tests.linear.test_convert_transformers import VOCABULARY, build
 
@@ -29,6 +31,26 @@ def _own_accelerator() -> None:
 
 def model_of(recipe: str) -> Any:
     return convert(build("llama"), recipe).train()
+
+
+def trainer_of(model: Any, folder: Path, **options: Any) -> Any:
+    """Hugging Face's Trainer of ``STEPS`` steps of AdamW, without clipping and decay."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        max_grad_norm=0.0,
+        save_steps=STEPS,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
+    data = [{key: value[0] for key, value in BATCH.items()}] * 2 * STEPS
+    return transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data[:2])
 
 
 def loop(recipe: str, context: AbstractContextManager[Any]) -> dict[str, torch.Tensor]:
@@ -53,29 +75,27 @@ def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
 @recipes
 def test_trainer_ends_with_the_weights_of_a_plain_loop(recipe: str, tmp_path: Path) -> None:
     """Bit for bit, state of the recipe included, with evaluations between the steps; its checkpoint loads."""
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        optim="adamw_torch",
-        max_grad_norm=0.0,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_steps=STEPS,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    data = [{key: value[0] for key, value in BATCH.items()}] * 2 * STEPS
     model = model_of(recipe)
-    trainer = transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data[:2])
-    trainer.train()
+    trainer_of(model, tmp_path, eval_strategy="steps", eval_steps=1).train()
     want = loop(recipe, nullcontext())
     assert_equal(model.state_dict(), want)
     saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / f"checkpoint-{STEPS}")
     assert_equal(saved.state_dict(), {key: want[key] for key in plain_state_dict(model)})
+
+
+def test_trainer_trains_adapters_over_codes(tmp_path: Path) -> None:
+    """The adapters of a base model in bf16, bit for bit; the checkpoint has only them."""
+    peft = pytest.importorskip("peft", reason="the extra peft is not installed")
+    config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    found = []
+    for codes in (False, True):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(convert(build("llama").bfloat16(), "fp8_current"), config)
+        folder = tmp_path / str(codes)
+        trainer_of(quantize_frozen_weights(model) if codes else model, folder).train()
+        found.append(load_file(folder / f"checkpoint-{STEPS}" / "adapter_model.safetensors"))
+    assert len(found[0]) == 2 * 2 * 2
+    assert_equal(*found)
 
 
 @recipes

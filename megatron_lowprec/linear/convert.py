@@ -63,7 +63,6 @@ class _Layer(NamedTuple):
     """
 
     path: str
-    plain_path: str
     module: nn.Module
     in_features: int
     out_features: int
@@ -71,6 +70,7 @@ class _Layer(NamedTuple):
     number: int
     num_layers: int
     name: str
+    plain_path: str
 
     @property
     def place(self) -> Layer:
@@ -295,7 +295,7 @@ def _linears(model: nn.Module) -> Iterator[_Layer]:
             continue
         stack, number, num_layers, name = _position(model, path)
         plain_path = without_adapters(path, of_peft=hasattr(model, "peft_config"))
-        yield _Layer(path, plain_path, module, *sizes, stack, number, num_layers, without_adapters(name))
+        yield _Layer(path, module, *sizes, stack, number, num_layers, without_adapters(name), plain_path)
 
 
 def _is_conv1d(module: Any) -> bool:

@@ -81,7 +81,8 @@ class EmulatedGemms(GemmBackend):
         amax: KnownAmax | None = None,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         """As ``GemmBackend``; takes the amax from the matrix, leaves sums to the caller."""
-        given, matrix, (rowwise, columnwise, update_amax, _, codes) = matrix, in_memory(matrix), request
+        frozen = matrix if isinstance(matrix, FrozenWeight) else None
+        matrix, (rowwise, columnwise, update_amax, _, codes) = in_memory(matrix), request
         name = SIDES[tensor][not rowwise]
         spec = self.specs[name, tensor]
         if spec is None or matrix.numel() == 0:  # an expert may get no tokens
@@ -91,7 +92,8 @@ class EmulatedGemms(GemmBackend):
         if spec.scaling == "delayed" and update_amax and self._amax.records:
             history, slot = self._amax.histories[tensor]
             history.update_amax(slot, block_amax(matrix, (matrix.shape[0], matrix.shape[1])))
-        source = matrix if spec.source == "original" else self._of_fprop(tensor, given, rng_step)
+        of_fprop = matrix if frozen is None else frozen
+        source = matrix if spec.source == "original" else self._of_fprop(tensor, of_fprop, rng_step)
         operand, transform = source if rowwise else source.t(), self.transform(name, rng_step)
         other = SIDES[tensor][1] if rowwise and columnwise else None
         by_column = None if other is None else self.transform(other, rng_step)
@@ -119,11 +121,11 @@ class EmulatedGemms(GemmBackend):
         data = data.to(DTYPES.get(spec.format, matrix.dtype) if codes else matrix.dtype)
         return _quantized(matrix, spec, rowwise, data, transform, None if folds else scale, of_tensor), None
 
-    def _of_fprop(self, tensor: str, source: torch.Tensor | CastPrologue, rng_step: RngStep) -> torch.Tensor:
+    def _of_fprop(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
         """fp32 values of fprop's operand. Beside a tensor scale they are dequantized from codes: one rounding less."""
-        if isinstance(source, FrozenWeight) and "fprop" not in source.specs.quantizes:
-            return source.dequantized()
-        matrix, spec = in_memory(source), self.specs["fprop", tensor]
+        if isinstance(matrix, FrozenWeight) and "fprop" not in matrix.specs.quantizes:
+            return matrix.dequantized()
+        matrix, spec = in_memory(matrix), self.specs["fprop", tensor]
         assert spec is not None
         rule = mx_rule(spec)
         fuses = rule is not None and rule.target is not None and fuses_mx(matrix, rule)

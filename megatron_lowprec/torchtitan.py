@@ -97,8 +97,8 @@ class LowPrecConverter(QuantizationConverter):
             raise UserError(f"recipe {conversion.recipe.name} converts no layer: {'; '.join(reasons)}")
         if others := places.keys() - {path for path, *_ in found}:
             raise UserError(
-                f"the model builds {', '.join(sorted(others))} without a Linear.Config of these names, which a converter "
-                "could replace: leave them in the compute dtype by keep_bf16"
+                f"the model builds {', '.join(sorted(others))} without a Linear.Config of that name, which a "
+                "converter could replace: leave them in the compute dtype by keep_bf16"
             )
         for path, layer, parent, name in found:
             binding = Binding(conversion.recipe, places[path], path, options.seed, group)

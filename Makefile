@@ -16,6 +16,7 @@ MEGATRON_CORE ?= $(shell sed -n 's/^megatron-core==\([0-9.]*\); python_version >
 RELEASE = $(VENV)/megatron-core-$(MEGATRON_CORE)
 RELEASE_TESTS ?= tests/mcore tests/distributed/test_driver.py tests/training/test_run.py tests/training/checkpoint tests/clients
 LAYOUT_PARITY ?= $(MATRIX)
+OPTIONAL := wandb,datasets,sentencepiece,peft,torchtitan
 FUZZ ?= --mutations 500 --out docs/results/fuzz.md
 FAULT_INJECTION ?= $(or $(FAULTS),--kills 30 --kills-in-save 10 --out docs/results/fault-injection.md)
 
@@ -93,15 +94,16 @@ test-megatron-core: setup  ## layers, runs, checkpoints and clients with MEGATRO
 	@$(call threads,$(TEST_WORKERS)); export MEGATRON_LM=$${MEGATRON_LM:-clone} PYTHONPATH=$(CURDIR)/$(RELEASE):$(CURDIR); \
 	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "not gpu" $(RELEASE_TESTS)
 
-# wandb and datasets bring some thirty packages and 300 MB: too much for the lock.
-test-optional:  ## W&B, Hugging Face's datasets and SentencePiece by the packages themselves, in a venv of its own
+# These bring some fifty packages and 500 MB: too much for the lock.
+test-optional:  ## W&B, datasets, SentencePiece, peft, accelerate and torchtitan by the packages themselves, in a venv of its own
 	@test -x $(VENV)-optional/bin/python || "$(PYTHON)" -m venv $(VENV)-optional
 	@$(VENV)-optional/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r $(LOCK)
-	@$(VENV)-optional/bin/python -m pip install --quiet --disable-pip-version-check -r $(TORCH) wandb datasets sentencepiece
-	@$(VENV)-optional/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@$(VENV)-optional/bin/python -c 'import datasets, sentencepiece, wandb'  # what is missing would be skipped
-	@$(VENV)-optional/bin/python -m pytest -q -rs tests/training/monitoring/test_wandb.py tests/tools/test_prepare_wikipedia.py \
-		tests/training/data/test_tokenizer.py
+	@$(VENV)-optional/bin/python -m pip install --quiet --disable-pip-version-check -r $(TORCH)
+	@$(VENV)-optional/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[$(OPTIONAL)]'
+	@$(VENV)-optional/bin/python -c 'import accelerate, $(OPTIONAL)'  # what is missing would be skipped
+	@$(VENV)-optional/bin/python -m pytest -q -rs -m "not gpu" tests/training/monitoring/test_wandb.py \
+		tests/tools/test_prepare_wikipedia.py tests/training/data/test_tokenizer.py tests/linear/test_peft.py \
+		tests/linear/test_trainers.py tests/test_torchtitan.py tests/docs/test_recipes.py
 
 test-fault-injection: setup  ## kill, interrupt and damage small runs, half an hour; FAULT_INJECTION are flags of tools/fault_injection
 	@$(BIN)/python -m tools.fault_injection $(FAULT_INJECTION)

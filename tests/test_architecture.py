@@ -50,6 +50,8 @@ MAY_IMPORT = {
     "optimizer": {"kernels", "recipe"},
     "comm": {"formats", "kernels", "recipe"},
     "linear": {"errors", "files", "formats", "kernels", "recipe", "quantization", "scaling", "comm"},
+    "finetuning": {"errors", "linear", "quantization", "recipe"},
+    "torchtitan": {"errors", "linear", "recipe"},
     "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "optimizer", "comm", "linear"},
     "training": {
         *(

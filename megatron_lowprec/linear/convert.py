@@ -25,9 +25,9 @@ from megatron_lowprec.linear.backends.table import Choice, choose
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.experts.hugging_face_experts import ExpertWeight, expert_weights
 from megatron_lowprec.linear.layer_histories import LayerGroup, check_common_step, spans_ranks
-from megatron_lowprec.linear.layer_state import StatefulLayer, added_keys, drop_unused_state
-from megatron_lowprec.linear.linear_id import LinearId
-from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLinear
+from megatron_lowprec.linear.layer_state import StatefulLayer, added_keys, combined, drop_unused_state
+from megatron_lowprec.linear.linear_id import LinearId, is_adapter, without_adapters
+from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
 from megatron_lowprec.recipe.coverage import LinearSite, check_globs, check_no_phases, check_rules, indivisible
 from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
@@ -38,6 +38,8 @@ M = TypeVar("M", bound=nn.Module)
 Filter = Callable[[str, nn.Module], bool]
 
 _HEADS, _ROUTERS = ("lm_head", "embed_out"), ("gate", "router")
+# subclasses of nn.Linear with its forward pass
+_AS_LINEAR = {("torch.nn.modules.linear", "Linear"), ("torchtitan.models.common.linear", "Linear")}
 # by name: importing the wrappers takes longer than the conversion
 _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel(model)",
@@ -56,7 +58,10 @@ class Exclusion(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """A linear layer by its path, and its position in a stack of blocks: ``stack.<number - 1>.name``, or number 0."""
+    """A linear layer by its path, and its position in a stack of blocks: ``stack.<number - 1>.name``, or number 0.
+
+    ``plain_path`` and ``name`` are those without the wrappers of adapters.
+    """
 
     path: str
     module: Any
@@ -66,11 +71,12 @@ class _Layer(NamedTuple):
     number: int
     num_layers: int
     name: str
+    plain_path: str
 
     @property
     def place(self) -> Layer:
         """The place for which a recipe answers."""
-        return Layer(self.number, self.name, self.num_layers, self.path)
+        return Layer(self.number, self.name, self.num_layers, self.plain_path)
 
 
 @dataclass(frozen=True)
@@ -79,15 +85,20 @@ class Conversion:
 
     Attributes:
         recipe: the recipe.
-        converted: paths of the layers that follow it.
+        places: of the layers that follow it, by path.
         excluded: path of each other linear layer -> the reason.
         execution: lines that name native and emulated GEMMs.
     """
 
     recipe: Recipe
-    converted: tuple[str, ...]
+    places: Mapping[str, Layer]
     excluded: Mapping[str, Exclusion]
     execution: tuple[str, ...]
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """Paths of the layers that follow the recipe."""
+        return tuple(self.places)
 
     def __str__(self) -> str:
         lines = [f"recipe {self.recipe.name}: {len(self.converted)} linear layers: {_brief(self.converted)}"]
@@ -164,8 +175,10 @@ def convert(
         if isinstance(module, ExpertWeight):
             module = module.converted()
         else:
-            module.__class__ = LowPrecLinear if isinstance(module, nn.Linear) else LowPrecConv1D
-        linear_id = LinearId(layer.number, path or "linear", data_parallel_rank=data_parallel_rank)
+            kind = LowPrecLinear if isinstance(module, nn.Linear) else LowPrecConv1D
+            module.__class__ = kind if type(module) is nn.Linear else combined(kind, type(module))
+            assert isinstance(module, LowPrecLayer)
+        linear_id = LinearId(layer.number, layer.plain_path or "linear", data_parallel_rank=data_parallel_rank)
         module.bind(conversion.recipe, layer.place, linear_id, seed, group=layers, one_rank=one_rank)
     model.register_load_state_dict_pre_hook(drop_unused_state)
     logger.info("%s", conversion)
@@ -191,7 +204,7 @@ def plan(
     layers = list(_linears(model))
     used = _used_recipe(recipe, keep_bf16, layers)
     heads = _output_heads(model)
-    converted, excluded = [], {}
+    places, excluded = dict[str, Layer](), dict[str, Exclusion]()
     gemms: dict[tuple[Choice, str], set[str]] = {}
     for layer in layers:
         weight = layer.module.weight
@@ -206,7 +219,7 @@ def plan(
         if why is not None:
             excluded[layer.path] = why
             continue
-        converted.append(layer.path)
+        places[layer.path] = layer.place
         target = Target(arch, layer.in_features, layer.out_features, kind)
         for name, gemm in linear.gemms.items():
             if gemm.quantized:
@@ -215,7 +228,7 @@ def plan(
         backend.header([name for name in recipe.gemms if name in names], arch)
         for (backend, arch), names in gemms.items()
     )
-    return Conversion(used, tuple(converted), excluded, execution)
+    return Conversion(used, places, excluded, execution)
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -291,7 +304,8 @@ def _linears(model: nn.Module) -> Iterator[_Layer]:
         else:
             continue
         stack, number, num_layers, name = _position(model, path)
-        yield _Layer(path, module, *sizes, stack, number, num_layers, name)
+        plain_path = without_adapters(path, of_peft=hasattr(model, "peft_config"))
+        yield _Layer(path, module, *sizes, stack, number, num_layers, without_adapters(name), plain_path)
 
 
 def _is_conv1d(module: Any) -> bool:
@@ -332,7 +346,7 @@ def _output_heads(model: nn.Module) -> set[int]:
 def _unsupported(model: nn.Module, layer: _Layer, dtype: torch.dtype) -> Exclusion | None:
     """Reason if the layer's own forward would not run, is not that of a linear layer, or has another dtype."""
     kind, parent = type(layer.module), model.get_submodule(layer.path.rpartition(".")[0])
-    if isinstance(layer.module, nn.Linear) and kind is not nn.Linear:
+    if isinstance(layer.module, nn.Linear) and (kind.__module__, kind.__qualname__) not in _AS_LINEAR:
         return Exclusion(f"its class {kind.__module__}.{kind.__qualname__} is not torch.nn.Linear itself", False)
     if isinstance(layer.module, ExpertWeight) and (why := layer.module.why_not()) is not None:
         return Exclusion(why, False)
@@ -355,9 +369,11 @@ def _requested(
     if filter is not None:
         if not filter(layer.path, layer.module.owner if isinstance(layer.module, ExpertWeight) else layer.module):
             return Exclusion("by filter", True)
-    elif id(layer.module) in heads or layer.path.split(".")[-1] in _HEADS:
+    elif is_adapter(layer.path):
+        return Exclusion("adapter", True)
+    elif id(layer.module) in heads or (name := layer.plain_path.split(".")[-1]) in _HEADS:
         return Exclusion("output head", True)
-    elif layer.path.split(".")[-1] in _ROUTERS:
+    elif name in _ROUTERS:
         return Exclusion("router", True)
     if linear.quantized or not recipe.quantized:
         return None

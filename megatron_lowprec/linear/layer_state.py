@@ -6,6 +6,7 @@ The keys are ``amax.<tensor>`` of delayed scaling, fp32 [length + 1], and ``draw
 import re
 import warnings
 from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -150,6 +151,32 @@ class StatefulLayer(nn.Module):
         super()._apply(fn, recurse)
         self.histories.to(self.weight.device)
         return self
+
+
+def combined(*kinds: type) -> Any:
+    """Subclass of a layer's class and of the class that it replaces, whose ``isinstance`` checks hold; pickles."""
+    parts = tuple(part for kind in kinds for part in parts_of(kind))
+    return parts[0] if len(parts) == 1 else _combined(parts)
+
+
+def parts_of(kind: type) -> tuple[type, ...]:
+    """The classes that ``combined`` was given, or the class itself."""
+    parts: tuple[type, ...] = vars(kind).get("_parts", (kind,))
+    return parts
+
+
+@cache
+def _combined(parts: tuple[type, ...]) -> type:
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        return _empty, parts, self.__getstate__()
+
+    members = {"_parts": parts, "__reduce_ex__": reduce, "__module__": parts[0].__module__}
+    return type(parts[0].__name__, parts, members)
+
+
+def _empty(*parts: type) -> Any:
+    kind: Any = _combined(parts)
+    return kind.__new__(kind)
 
 
 def added_keys(model: nn.Module) -> set[str]:

@@ -12,6 +12,7 @@ import torch
 from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.dispatch import packed_cast, packed_decode
+from megatron_lowprec.quantization.frozen_weight import FrozenWeight
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.recipe.schema import HadamardSpec, QuantSpec
 
@@ -152,8 +153,8 @@ def transposes(x: QuantizedTensor) -> bool:
 
 
 def in_memory(x: torch.Tensor | CastPrologue) -> torch.Tensor:
-    """x as one tensor; AssertionError for a prologue that is not a plain matrix."""
+    """x as one tensor, a frozen weight as its value; AssertionError for a prologue that is not a plain matrix."""
     if isinstance(x, torch.Tensor):
-        return x
+        return x.value() if isinstance(x, FrozenWeight) else x
     assert x.kind == "matrix", f"{x.kind} is no matrix in memory: supported_fusion tells where one may be computed"
     return x.x

@@ -348,7 +348,7 @@ class LinearGemms:
         if cached is not None and update_amax:
             return cached
         weight = backend.primary_weight(gemm, w_OI)
-        if gemm in backend.caches_primary and update_amax:
+        if weight is not None and gemm in backend.caches_primary and update_amax:
             self.weight_cache.put(gemm, backend.name, weight)
         return weight
 

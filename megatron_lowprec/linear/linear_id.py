@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,6 +27,19 @@ DIMS = {
 
 SIDES = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
 """For each tensor, the GEMM that uses its rowwise data and the one that uses its columnwise data."""
+
+_WRAPPERS = re.compile(r"(?:^|\.)(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+_ADAPTER = re.compile(r"(?:^|\.)lora_\w+(?:\.|$)")
+
+
+def without_adapters(path: str, of_peft: bool = False) -> str:
+    """The path that a module had before peft wrapped it; ``of_peft`` if it begins at a ``PeftModel``."""
+    return _WRAPPERS.sub("", path.removeprefix("base_model.model.") if of_peft else path)
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a module is one of LoRA's two factors, in peft or torchtitan."""
+    return _ADAPTER.search(path) is not None
 
 
 @dataclass(frozen=True)

@@ -313,6 +313,7 @@ _FOREIGN = {
     ),
     *("--generate-hashes", "--universal", "--python-version", "--no-annotate", "--no-header"),  # of uv
     *("--nv", "--container-image", "--container-mounts", "--container-workdir"),  # of apptainer and srun's plugins
+    *("--module", "--override", "--compile", "--training"),  # of torchtitan, before a dot
     *_SLURM,
 }
 

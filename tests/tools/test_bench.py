@@ -19,6 +19,7 @@ from tools.bench import (
     exchange,
     exchange_worker,
     experts,
+    frozen,
     hugging_face,
     ops,
     overhead,
@@ -331,6 +332,16 @@ def test_hugging_face_end_to_end(tmp_path: Path) -> None:
     assert rows["fp8_current"]["over_bf16"] == rows["fp8_current"]["ms"] / rows["bf16"]["ms"]
     assert rows["bf16"]["first_loss"] != rows["fp8_current"]["first_loss"]
     assert "peer torchao is missing: " in done.stdout
+
+
+@pytest.mark.weekly
+def test_frozen_weights_are_measured_in_bf16_and_as_codes() -> None:
+    args = argparse.Namespace(seed=0, rounds=1, recipes=["nvfp4_all", "mxfp4"])
+    rows = {str(row["variant"]): row for row in frozen._rows("smoke", args, Bench(CPU), Report({}, {}))}
+    assert list(rows) == ["bf16", "nvfp4_all", "nvfp4_all, codes", "mxfp4", "mxfp4, codes"]
+    assert rows["nvfp4_all"]["loss"] == rows["nvfp4_all, codes"]["loss"] != rows["bf16"]["loss"]
+    assert rows["nvfp4_all, codes"]["weights_mib"] < rows["nvfp4_all"]["weights_mib"] == rows["bf16"]["weights_mib"]
+    assert "fprop takes the weight in the compute dtype" in str(rows["mxfp4, codes"]["failed"])
 
 
 @pytest.mark.parametrize("failing", ["bf16", "bf16, grouped"])

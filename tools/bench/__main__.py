@@ -20,6 +20,7 @@ COMMANDS = {
     "experts": (3, "the experts of a layer, forward and backward, over Megatron-core's in bf16"),
     "step": (1, "a training step over bf16"),
     "hugging_face": (2, "a training step of Hugging Face models: convert over bf16, eager and compiled"),
+    "frozen": (2, "a training step over frozen linear layers: weights as codes and in bf16, over bf16"),
     "megatron_lm": (
         1,
         "a training step in Megatron-LM, stock, under --spec and with TransformerEngine",
@@ -30,6 +31,8 @@ COMMANDS = {
     "overhead": (7, "the cost of the Hadamard transform and of stochastic rounding"),
 }
 PEERS = {"linear": ("te", "torchao"), "experts": ("te",), "step": ("te",), "hugging_face": ("torchao",)}
+OF_MODELS = ("hugging_face", "frozen")
+"""Commands on models of Hugging Face, which have their own linear layers and tokens."""
 RENAMED = {"around": "ops", "--pieces": "--ops"}
 
 
@@ -61,8 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
     parts = {
         name: commands.add_parser(
             name,
-            # models of Hugging Face have their own linear layers and tokens, rows of Megatron-LM their recipes
-            parents={"hugging_face": [common, recipes], "megatron_lm": [common]}.get(name, [common, recipes, sizes]),
+            # rows of Megatron-LM have their own recipes
+            parents=[common, *([] if name == "megatron_lm" else [recipes] if name in OF_MODELS else [recipes, sizes])],
             help=text,
             description=f"{text} (default: --rounds {rounds})",
         )
@@ -163,7 +166,7 @@ def check(args: argparse.Namespace) -> None:
         args.rounds, _ = COMMANDS[args.command]
     for name in args.recipes or ():
         get_recipe(name)
-    if args.command != "hugging_face":
+    if args.command not in OF_MODELS:
         linears((args.shapes or ()) if args.command != "experts" else (), args.linears)
     for name in ("tokens", "rounds"):
         if getattr(args, name, 1) < 1:
@@ -171,7 +174,7 @@ def check(args: argparse.Namespace) -> None:
     known: dict[str, Sequence[str]] = {"peers": PEERS.get(args.command, ())}
     if args.command == "experts":
         known["shapes"] = tuple(EXPERTS)
-    if args.command == "hugging_face":
+    if args.command in OF_MODELS:
         from tools.bench.hugging_face import CASES
 
         known["shapes"] = tuple(CASES)

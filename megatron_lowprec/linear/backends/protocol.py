@@ -129,8 +129,11 @@ class GemmBackend(ABC):
         """
 
     @abstractmethod
-    def primary_weight(self, gemm: str, weight: Fp8Weight) -> QuantizedTensor:
-        """Operand of fprop (rowwise) or dgrad (columnwise) from an FP8 primary weight [O, I]."""
+    def primary_weight(self, gemm: str, weight: Fp8Weight) -> QuantizedTensor | None:
+        """Operand of fprop (rowwise) or dgrad (columnwise) from an FP8 primary weight [O, I], or a frozen one.
+
+        None if a frozen weight has no codes for the GEMM, and ``quantize`` takes it.
+        """
 
     @abstractmethod
     def gemm(

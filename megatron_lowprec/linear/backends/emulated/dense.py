@@ -27,6 +27,7 @@ from megatron_lowprec.linear.layer_tensors import in_memory
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.device_rng_step import device_rng_step
 from megatron_lowprec.quantization.error_stats import error_stats
+from megatron_lowprec.quantization.frozen_weight import FrozenWeight
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import Reduce, mx_rule, quantize_by_reference, with_amaxes
 from megatron_lowprec.quantization.random_stream import RngStep
@@ -80,6 +81,7 @@ class EmulatedGemms(GemmBackend):
         amax: KnownAmax | None = None,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         """As ``GemmBackend``; takes the amax from the matrix, leaves sums to the caller."""
+        frozen = matrix if isinstance(matrix, FrozenWeight) else None
         matrix, (rowwise, columnwise, update_amax, _, codes) = in_memory(matrix), request
         name = SIDES[tensor][not rowwise]
         spec = self.specs[name, tensor]
@@ -90,7 +92,8 @@ class EmulatedGemms(GemmBackend):
         if spec.scaling == "delayed" and update_amax and self._amax.records:
             history, slot = self._amax.histories[tensor]
             history.update_amax(slot, block_amax(matrix, (matrix.shape[0], matrix.shape[1])))
-        source = matrix if spec.source == "original" else self._of_fprop(tensor, matrix, rng_step)
+        of_fprop = matrix if frozen is None else frozen
+        source = matrix if spec.source == "original" else self._of_fprop(tensor, of_fprop, rng_step)
         operand, transform = source if rowwise else source.t(), self.transform(name, rng_step)
         other = SIDES[tensor][1] if rowwise and columnwise else None
         by_column = None if other is None else self.transform(other, rng_step)
@@ -120,7 +123,9 @@ class EmulatedGemms(GemmBackend):
 
     def _of_fprop(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
         """fp32 values of fprop's operand. Beside a tensor scale they are dequantized from codes: one rounding less."""
-        spec = self.specs["fprop", tensor]
+        if isinstance(matrix, FrozenWeight) and "fprop" not in matrix.specs.quantizes:
+            return matrix.dequantized()
+        matrix, spec = in_memory(matrix), self.specs["fprop", tensor]
         assert spec is not None
         rule = mx_rule(spec)
         fuses = rule is not None and rule.target is not None and fuses_mx(matrix, rule)
@@ -147,7 +152,7 @@ class EmulatedGemms(GemmBackend):
         kept = None if in_data or not codes.numel() else scale
         return values.t().contiguous() if columnwise else values, kept
 
-    def primary_weight(self, gemm: str, weight: Fp8Weight) -> QuantizedTensor:
+    def primary_weight(self, gemm: str, weight: Fp8Weight) -> QuantizedTensor | None:
         """As ``GemmBackend``: the codes' values."""
         return weight.quantized(columnwise=gemm == "dgrad", codes=False, on_grid=gemm in self.products)
 

@@ -19,7 +19,7 @@ from megatron_lowprec.linear.backends.protocol import (
     LayerContext,
     gemm_operands,
 )
-from megatron_lowprec.linear.layer_tensors import CastFusion
+from megatron_lowprec.linear.layer_tensors import CastFusion, in_memory
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import Reduce
@@ -69,8 +69,9 @@ class HopperFp8Gemms(GemmBackend):
         rowwise, columnwise, update_amax, sums, _ = request
         spec, casts = self._specs[tensor, not rowwise], load("cast_fp8")
         observed = scale_amax = None
-        if isinstance(matrix, torch.Tensor) and matrix.stride(1) != 1:
-            matrix = matrix.contiguous()
+        if isinstance(matrix, torch.Tensor):
+            matrix = in_memory(matrix)
+            matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
         if spec.scaling == "delayed":
             history, slot = self._amax.histories[tensor]
             scale_amax, newest = history.cells(slot)
@@ -108,7 +109,7 @@ class HopperFp8Gemms(GemmBackend):
             return codes, None if scale is None else _aligned(scale)
         return transpose_codes(codes, ROW_MULTIPLE), scale
 
-    def primary_weight(self, gemm: str, weight: Fp8Weight) -> QuantizedTensor:
+    def primary_weight(self, gemm: str, weight: Fp8Weight) -> QuantizedTensor | None:
         """As ``GemmBackend``: the codes."""
         return weight.quantized(columnwise=gemm == "dgrad", codes=True)
 

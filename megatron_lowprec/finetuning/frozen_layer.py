@@ -1,0 +1,231 @@
+"""Frozen weights of converted layers as codes: of a base model under adapters, or of layers that are not trained."""
+
+import logging
+from typing import Any, NamedTuple, Self, TypeVar
+
+import torch
+from torch import nn
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.finetuning.frozen_operator import FrozenOperands, frozen_linear, operator_key
+from megatron_lowprec.linear.layer_state import combined, parts_of
+from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer
+from megatron_lowprec.quantization.frozen_weight import Codes, FrozenWeight, StoredSpecs, amax_of, stored_specs
+from megatron_lowprec.recipe.quant_spec import QuantSpec
+
+M = TypeVar("M", bound=nn.Module)
+
+_SIDES = ("rowwise", "columnwise")
+_FIELDS = tuple(f"weight_{side}_{field}" for side in _SIDES for field in Codes._fields)
+_AMAX = "weight_amax"
+
+logger = logging.getLogger("megatron_lowprec")
+
+
+def quantize_frozen_weights(model: M, storage: QuantSpec | None = None, dtype: torch.dtype | None = None) -> M:
+    """Hold the frozen weights of converted layers as codes and scales, in place of parameters, and return the model.
+
+    Without ``storage`` a layer keeps the operands of its recipe: its forward pass and its input gradient keep their
+    bits. Under delayed scaling, which has scale 1 in the first step of training, this is from the second step on.
+    Recipes that quantize the weight for fprop and for dgrad along different dimensions keep both. With ``storage`` the
+    weight takes the values of these codes, and the recipe quantizes them in each pass.
+
+    Call it after ``convert``, and before DistributedDataParallel and fully_shard. Codes and scales are buffers named
+    ``weight_rowwise_data``, ``weight_rowwise_scale`` and so on; ``load_state_dict`` also takes an unquantized weight.
+
+    Args:
+        model: its layers whose weight has ``requires_grad=False`` change, others stay.
+        storage: format and scales of the weight [O, I], with current scaling and without draws.
+        dtype: the dtype of the GEMMs, if not that of the weights: under torch.autocast.
+
+    Raises:
+        UserError: no converted layer has a frozen weight; the recipe needs an unquantized weight; FSDP2 has sharded it.
+    """
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, LowPrecLayer)}
+    frozen = {
+        path: layer
+        for path, layer in layers.items()
+        if not isinstance(layer, FrozenLayer) and not layer.weight.requires_grad
+    }
+    if not frozen:
+        found = "no converted layer: call convert first" if not layers else "no converted layer with a frozen weight"
+        raise UserError(f"quantize_frozen_weights found {found}; freeze weights by requires_grad_(False) or an adapter")
+    specs = {path: _specs_of(path, layer, storage) for path, layer in frozen.items()}
+    before = sum(layer.weight.nbytes for layer in frozen.values())
+    for path, layer in frozen.items():
+        _hold(layer, specs[path], dtype or layer.weight.dtype)
+    after = sum(buffer.nbytes for layer in frozen.values() for buffer in layer.buffers(recurse=False))
+    logger.info("%d frozen weights are held as codes: %d bytes, before %d", len(frozen), after, before)
+    return model
+
+
+def dequantize_frozen_weights(model: M) -> M:
+    """Give layers of ``quantize_frozen_weights`` a frozen parameter again, with the value of their codes, in place.
+
+    The rounding of the codes stays in the weights. Merge adapters into such weights, or export them.
+    """
+    for module in model.modules():
+        if isinstance(module, FrozenLayer):
+            module.release()
+    return model
+
+
+class _Parameter(NamedTuple):
+    """The parameter that codes replace: [O, I], or [I, O] if ``transposed``."""
+
+    shape_OI: tuple[int, int]  # noqa: N815 - a shape suffix
+    dtype: torch.dtype
+    transposed: bool
+
+
+class FrozenLayer(LowPrecLayer):
+    """Base of a converted layer whose frozen weight is held as codes, in buffers.
+
+    Compiled, it is one operator; ``torch.compile`` breaks the graph if its recipe has random draws or delayed scales.
+    """
+
+    _specs: StoredSpecs
+    _replaced: _Parameter
+    _weight: FrozenWeight | None
+    _names: tuple[str, ...]
+    _key: int | None
+
+    @property
+    def weight(self) -> FrozenWeight:  # type: ignore[override]
+        """The weight, to read; in the layout of the replaced parameter."""
+        weight = self._weight
+        if weight is None:
+            by_row, by_column = (self._codes(side) for side in _SIDES)
+            assert by_row is not None
+            shape_OI, dtype, transposed = self._replaced
+            amax = self._buffers.get(_AMAX)
+            weight = FrozenWeight(self._specs, by_row, by_column, shape_OI, dtype, amax, transposed)
+            self._keep(weight)
+        return weight
+
+    def _keep(self, weight: FrozenWeight | None) -> None:
+        self.__dict__["_weight"] = weight  # not by setattr, which takes tensors for buffers
+
+    def _codes(self, side: str) -> Codes | None:
+        names = [f"weight_{side}_{field}" for field in Codes._fields]
+        return Codes(*(self._buffers.get(name) for name in names)) if names[0] in self._buffers else None  # type: ignore[arg-type]
+
+    def _stored(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Buffers of a weight in the layout of the parameter."""
+        w_OI = (weight.t() if self._replaced.transposed else weight).detach().to(self._replaced.dtype)
+        sides = {"rowwise": (w_OI, self._specs.rowwise), "columnwise": (w_OI.t(), self._specs.columnwise)}
+        found = {_AMAX: amax_of(w_OI)} if self._specs.rowwise.scaling == "delayed" else {}
+        for side, (matrix, spec) in sides.items():
+            fields = {} if spec is None else Codes.of(matrix, spec)._asdict()
+            found |= {f"weight_{side}_{name}": value for name, value in fields.items() if value is not None}
+        return found
+
+    def release(self) -> None:
+        """Make the weight a frozen parameter again, with the value of the codes."""
+        value = nn.Parameter(self.weight.value().contiguous(), requires_grad=False)
+        for name in [name for name in self._buffers if name.startswith("weight_")]:
+            del self._buffers[name]
+        self.__class__ = combined(*parts_of(type(self))[1:])
+        for name in ("_specs", "_replaced", "_weight", "_names", "_key"):
+            del self.__dict__[name]
+        self.register_parameter("weight", value)
+
+    def _operator_key(self) -> int | None:
+        """Of the compiled layer; None if it is not a pure function, or another class wraps its forward pass."""
+        recipe, gemms = self.linear_gemms.recipe, self.linear_gemms
+        wrapped = super(FrozenLayer, type(self)).forward is not LowPrecLayer.forward
+        if recipe.random or gemms.histories or wrapped:
+            return None
+        fields = tuple(name in self._names for name in _FIELDS)
+        shape_OI, dtype, _ = self._replaced
+        return operator_key(FrozenOperands(recipe, self._specs, shape_OI, dtype, fields))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As ``LowPrecLayer``; UserError if autocast has another dtype than the weight."""
+        kind, own = x.device.type, self._replaced.dtype
+        if torch.is_autocast_enabled(kind) and (dtype := torch.get_autocast_dtype(kind)) != own:
+            raise UserError(
+                f"{self.linear_gemms.linear_id.name} holds codes of a weight in {own}, but runs under autocast "
+                f"to {dtype}: call quantize_frozen_weights(model, dtype={dtype})"
+            )
+        if not torch.compiler.is_compiling():
+            return super().forward(x)
+        if self._key is None:
+            return self._run_outside_graph(x)
+        bias: torch.Tensor | None = self.bias
+        if torch.is_autocast_enabled(kind):
+            x, bias = x.to(own), None if bias is None else bias.to(own)
+        tensors = [getattr(self, name) for name in self._names]
+        y = frozen_linear(x.reshape(-1, x.shape[-1]), tensors, bias, self._key)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @torch.compiler.disable(reason="random draws and amax histories of a frozen layer are state outside the graph")
+    def _run_outside_graph(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+    def extra_repr(self) -> str:
+        """Sizes, recipe and what is stored."""
+        return f"{super().extra_repr()}, weight={self.weight!r}"
+
+    # ---- state dict, copies and moves
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        weight = state_dict.pop(f"{prefix}weight", None)
+        if weight is not None:
+            state_dict.update({prefix + name: value for name, value in self._stored(weight).items()})
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._keep(None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_weight": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._key = self._operator_key()  # that of another process
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # a change of dtype would round scales, which are fp32 whatever the dtype of the weight
+        buffers: dict[str, Any] = self._buffers
+        scales = [name for name in buffers if name.startswith("weight_") and buffers[name].dtype == torch.float32]
+        self._keep(None)
+        empty = torch.empty(0, dtype=self._replaced.dtype, device=buffers["weight_rowwise_data"].device)
+        self._replaced = self._replaced._replace(dtype=fn(empty).dtype)
+        buffers.update({name: buffers[name].view(torch.int32) for name in scales})
+        super()._apply(fn, recurse)
+        buffers.update({name: buffers[name].view(torch.float32) for name in scales})
+        self._keep(None)
+        self._key = self._operator_key()
+        return self
+
+
+def _hold(layer: LowPrecLayer, specs: StoredSpecs, dtype: torch.dtype) -> None:
+    """Replace the parameter ``weight`` of a layer by buffers with its codes."""
+    weight, transposed = layer.weight, isinstance(layer, LowPrecConv1D)
+    out_features, in_features = weight.shape[::-1] if transposed else weight.shape
+    replaced = _Parameter((out_features, in_features), dtype, transposed)
+    layer.__class__ = combined(FrozenLayer, type(layer))
+    assert isinstance(layer, FrozenLayer)
+    del layer._parameters["weight"]
+    layer.__dict__.update(_specs=specs, _replaced=replaced, _weight=None)
+    for name, value in layer._stored(weight).items():
+        layer.register_buffer(name, value)
+    layer._names = tuple(name for name in _FIELDS if name in layer._buffers)
+    layer._key = layer._operator_key()
+
+
+def _specs_of(path: str, layer: LowPrecLayer, storage: QuantSpec | None) -> StoredSpecs:
+    if layer.gathers_fp8 or type(layer.weight.data).__name__ == "DTensor":
+        raise UserError(f"{path}.weight is sharded: call quantize_frozen_weights before fully_shard")
+    if storage is not None:
+        if storage.random or storage.scaling == "delayed" or storage.source == "fprop":
+            raise UserError(
+                "quantize_frozen_weights takes a storage spec with current scales of the original weight, rounded to "
+                f"nearest, got rounding {storage.rounding}, scaling {storage.scaling} and source {storage.source}"
+            )
+        return StoredSpecs(storage, quantizes=frozenset({"fprop", "dgrad"}))
+    try:
+        return stored_specs(layer.linear_gemms.recipe)
+    except UserError as reason:
+        raise UserError(
+            f"{path} under recipe {layer.recipe.name} cannot hold its frozen weight as codes: {reason}. Set "
+            "fprop.weight, and dgrad.weight with source=fprop; or pass storage=QuantSpec(...), which rounds the weight"
+        ) from None

@@ -1,0 +1,246 @@
+"""Frozen weights: codes and scales of the operands that GEMMs take, without a copy in the compute dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_map_only
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.dispatch import transpose_codes
+from megatron_lowprec.kernels.quantize.elements import encode, packed
+from megatron_lowprec.kernels.quantize.reference import block_amax, scale_blocks
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
+from megatron_lowprec.quantization.quantizer import quantize_by_reference
+from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
+from megatron_lowprec.quantization.token_rows import stored_codes
+from megatron_lowprec.recipe.schema import GemmSpec, LinearRecipe, QuantSpec
+
+_ATEN = torch.ops.aten
+_KEPT = (_ATEN.detach.default, _ATEN.alias.default)
+_NEW = (_ATEN.empty_like.default, _ATEN.zeros_like.default, _ATEN.new_empty.default, _ATEN.new_zeros.default)
+
+
+class StoredSpecs(NamedTuple):
+    """What a frozen weight stores for fprop and dgrad.
+
+    Attributes:
+        rowwise: spec of the codes [O, I].
+        columnwise: spec of codes [I, O] of their own; None if there are none.
+        quantizes: the GEMMs that quantize the weight in each pass: from the dequantized codes.
+    """
+
+    rowwise: QuantSpec
+    columnwise: QuantSpec | None = None
+    quantizes: frozenset[str] = frozenset()
+
+
+def stored_specs(recipe: LinearRecipe) -> StoredSpecs:
+    """What a frozen weight stores so that fprop and dgrad take the bits that they would quantize.
+
+    dgrad reads the transpose of fprop's codes if both GEMMs have one spec whose scales the transpose shares. It
+    quantizes dequantized codes if its spec has ``source="fprop"``. Otherwise it has codes of its own.
+
+    Raises:
+        UserError: a GEMM needs the unquantized weight: it takes the weight in the compute dtype, behind a Hadamard
+            transform, or rounded by draws.
+    """
+    rowwise, columnwise = recipe.fprop.weight, recipe.dgrad.weight
+    for name, gemm in (("fprop", recipe.fprop), ("dgrad", recipe.dgrad)):
+        if name == "dgrad" and columnwise is not None and columnwise.source == "fprop":
+            continue
+        reason = _why_not_stored(gemm)
+        if reason is not None:
+            raise UserError(f"{name} takes the weight {reason}")
+    assert rowwise is not None
+    assert columnwise is not None
+    if columnwise.source == "fprop":
+        return StoredSpecs(rowwise, quantizes=frozenset({"dgrad"}))
+    return StoredSpecs(rowwise, None if rowwise == columnwise and _shares_directions(rowwise) else columnwise)
+
+
+def _why_not_stored(gemm: GemmSpec) -> str | None:
+    if gemm.weight is None:
+        return "in the compute dtype"
+    if gemm.hadamard is not None:
+        return "behind a Hadamard transform"
+    return "rounded by draws" if gemm.weight.random else None
+
+
+def _shares_directions(spec: QuantSpec) -> bool:
+    """Whether the transpose has the same codes and scales: of the tensor or of squares, by no order of sums."""
+    square = all(block[0] == block[1] for block in (spec.block, spec.outer_block) if block is not None)
+    whole = spec.granularity == "tensor" or spec.block is not None
+    return whole and square and spec.scale.four_over_six in (None, "abs_max")
+
+
+class Codes(NamedTuple):
+    """Codes and scales of a matrix [R, K], contracted dimension last.
+
+    Attributes:
+        data: uint8 [R, K] (int16 of formats of more than 8 bits), or two 4-bit codes a byte, [R, ceil(K / 2)].
+        scale: decode scales of blocks, fp32 or uint8 codes.
+        tensor_scale: fp32 decode scale above them, [1, 1] or one for each outer block; None if the spec has none.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    tensor_scale: torch.Tensor | None
+
+    @staticmethod
+    def of(matrix: torch.Tensor, spec: QuantSpec) -> Codes:
+        """Quantize [R, K], any strides. Delayed scaling takes the matrix's own amax, with its margin."""
+        amax = amax_of(matrix) if spec.scaling == "delayed" else None
+        elements, scale, of_tensor = quantize_by_reference(matrix, spec, tensor_amax=amax)
+        codes = encode(elements, FORMATS[spec.format])
+        if FORMATS[spec.format].bits == 4:
+            codes = packed(pad(codes, (0, codes.shape[1] % 2)))
+        return Codes(codes.contiguous(), scale.contiguous(), of_tensor)
+
+    def elements(self, spec: QuantSpec, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Values of the format's grid [R, K]: FP8 codes as numbers of torch's dtype, others in ``dtype``."""
+        return stored_codes(self.data, spec, dtype)[:, :columns]
+
+
+def amax_of(matrix: torch.Tensor) -> torch.Tensor:
+    """fp32 [1], the largest magnitude."""
+    return block_amax(matrix, (max(1, matrix.shape[0]), max(1, matrix.shape[1]))).view(1)
+
+
+class FrozenWeight(Fp8Weight):
+    """An ``Fp8Weight`` of any format, which no op writes; [O, I], or its transpose as GPT-2's layers store it.
+
+    Ops that read it get its value in the compute dtype. GEMMs get the operands that a cast of the original weight
+    would give, or cast the value where ``specs.quantizes`` names them.
+
+    Attributes:
+        specs: what is stored.
+        by_row: codes of the weight [O, I].
+        by_column: codes of [I, O], or None.
+        transposed: whether the shape is [I, O].
+    """
+
+    specs: StoredSpecs
+    by_row: Codes
+    by_column: Codes | None
+    transposed: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        specs: StoredSpecs,
+        by_row: Codes,
+        by_column: Codes | None,
+        shape_OI: tuple[int, ...],
+        dtype: torch.dtype,
+        amax: torch.Tensor | None = None,
+        transposed: bool = False,
+    ) -> FrozenWeight:
+        size = shape_OI[::-1] if transposed else shape_OI
+        self: FrozenWeight = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=by_row.data.device)
+        self.specs, self.by_row, self.by_column, self.transposed = specs, by_row, by_column, transposed
+        self.spec, self.source = specs.rowwise, None
+        self.codes, self.decode_scale = by_row.data, by_row.scale
+        if amax is not None:
+            self.main_amax = amax
+        return self
+
+    @property
+    def shape_OI(self) -> torch.Size:  # noqa: N802 - a shape suffix
+        """Output and input features."""
+        return torch.Size(reversed(self.shape)) if self.transposed else self.shape
+
+    def dequantized(self) -> torch.Tensor:
+        """fp32 values [O, I] of the codes."""
+        data = self.by_row.elements(self.spec, self.shape_OI[1], torch.float32)
+        stored = QuantizedTensor(self.shape_OI, torch.float32, self.spec, data, self.by_row.scale)
+        stored.rowwise_tensor_scale = self.by_row.tensor_scale
+        return stored.dequantize()
+
+    def value(self) -> torch.Tensor:
+        """The value as a plain tensor of the weight's shape, in the compute dtype."""
+        value = self.dequantized().to(self.dtype)
+        return value.t() if self.transposed else value
+
+    def quantized(  # type: ignore[override]
+        self, *, columnwise: bool, codes: bool, on_grid: bool = False
+    ) -> QuantizedTensor | None:
+        """As ``Fp8Weight``; None for a GEMM that quantizes the value."""
+        assert not self.transposed, "GEMMs take [O, I]"
+        if ("dgrad" if columnwise else "fprop") in self.specs.quantizes:
+            return None
+        own = self.by_column if columnwise else self.by_row
+        spec = self.specs.columnwise if columnwise and own is not None else self.spec
+        assert spec is not None
+        found = self.by_row if own is None else own
+        flips = columnwise and own is None
+        length = self.shape[0] if columnwise and not flips else self.shape[1]
+        elements, scale = found.elements(spec, length, self.dtype), found.scale
+        folded = not codes and spec.folds_scale and not on_grid
+        if codes:
+            elements = transpose_codes(elements) if flips else elements
+            scale = _native_scale(scale.t() if flips else scale, spec)
+        else:
+            # as EmulatedGemms: scales that fold exactly are multiplied into the data, which are contiguous
+            if folded:
+                numbers = as_numbers(scale, spec.scale_format)
+                elements = scale_blocks(elements.float(), numbers, block_sizes(spec, elements))
+            elements = elements.to(self.dtype)
+            elements, scale = (elements.t().contiguous(), scale.t()) if flips else (elements, scale)
+        above = found.tensor_scale if found.tensor_scale is None or not flips else found.tensor_scale.t()
+        side = "columnwise" if columnwise else "rowwise"
+        quantized = QuantizedTensor(self.shape, self.dtype, spec, folded=folded)
+        for field, value in (("data", elements), ("scale", None if folded else scale), ("tensor_scale", above)):
+            setattr(quantized, f"{side}_{field}", value)
+        return quantized
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The weight, detached; assigning raises UserError."""
+        return self.detach()
+
+    @data.setter
+    def data(self, _: torch.Tensor) -> None:
+        raise UserError(_READ_ONLY)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"FrozenWeight({tuple(self.shape)}, {self.spec.format} by {self.spec.granularity})"
+
+    def _with(self, *, transposed: bool) -> FrozenWeight:
+        amax = getattr(self, "main_amax", None)
+        return FrozenWeight(self.specs, self.by_row, self.by_column, self.shape_OI, self.dtype, amax, transposed)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        first = args[0] if args else None
+        if isinstance(first, FrozenWeight):
+            if func in _KEPT:
+                return first._with(transposed=first.transposed)
+            if func is _ATEN.t.default or (func is _ATEN.transpose.int and {d % 2 for d in args[1:]} == {0, 1}):
+                return first._with(transposed=not first.transposed)
+            if func in _NEW:
+                like = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device="meta")
+                return func(like, *args[1:], **{"device": first.device, **kwargs})
+            if func._schema.is_mutable and func._schema.arguments[0].alias_info is not None:
+                raise UserError(_READ_ONLY)
+        args, kwargs = tree_map_only(FrozenWeight, FrozenWeight.value, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_READ_ONLY = (
+    "a frozen weight is held as codes, which nothing can be added to or written into, such as merged adapters: call "
+    "megatron_lowprec.finetuning.dequantize_frozen_weights(model) first"
+)
+
+
+def _native_scale(scale: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """Scales for a native GEMM: those of square blocks row-major, with columns zero-padded to multiples of 4."""
+    missing = -scale.shape[1] % 4 if spec.granularity == "128x128" else 0
+    return pad(scale, (0, missing)) if missing else scale.contiguous()

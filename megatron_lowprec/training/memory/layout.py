@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lowprec.linear.backends.table import native_gemms
+from megatron_lowprec.linear.backends.table import emulated_rows, native_gemms
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.quantizer import mx_rule
@@ -61,7 +61,8 @@ class Execution:
             return frozenset()
         ranks = sharding(config, site).tensor_ranks
         linear = self.linear(config, site.layer_number, site.name)
-        return native_gemms(linear, Target(self.arch, *site.sizes_on_rank(ranks)))
+        emulate = emulated_rows(config.emulate, config.native)
+        return native_gemms(linear, Target(self.arch, *site.sizes_on_rank(ranks)), emulate)
 
     def shares_weight(self, config: Config, site: LinearSite) -> bool:
         """Whether one cast on a GPU gives emulated fprop and dgrad one copy of the weight: of square blocks.

@@ -18,7 +18,7 @@ from megatron_lowprec.linear.backends import resolved, table
 from megatron_lowprec.linear.backends.blackwell_mx import dense
 from megatron_lowprec.linear.backends.blackwell_mx.dense import operand_of
 from megatron_lowprec.linear.backends.blackwell_mx.proof import Ledger, NativeProofWarning, of_frequencies
-from megatron_lowprec.linear.backends.blackwell_mx.why_not import product_of, why_not
+from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, product_of, why_not
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
 from megatron_lowprec.linear.backends.protocol import COLUMNWISE, ROWWISE
 from megatron_lowprec.linear.backends.table import BACKENDS, choose, choose_without_gpu, emulated_rows
@@ -69,11 +69,13 @@ def gemms_of(name: str, expert: int = 0, cache_weights: bool = False) -> LinearG
     return LinearGemms(load(name), LinearId(3, "fc1", expert), 1, AmaxHistory, cache_weights=cache_weights)
 
 
-def passes(name: str, cache_weights: bool = False, finite: bool = False) -> dict[str, torch.Tensor]:
+def passes(
+    name: str, cache_weights: bool = False, finite: bool = False, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
     """Two microbatches through a layer, the second one's weight gradient accumulated."""
     gemms, found = gemms_of(name, cache_weights=cache_weights), dict[str, torch.Tensor]()
     generator = torch.Generator().manual_seed(4)
-    w, total = torch.randn(OUT, IN, generator=generator).bfloat16(), torch.ones(OUT, IN)
+    w, total = torch.randn(OUT, IN, generator=generator).bfloat16().to(device), torch.ones(OUT, IN, device=device)
     for microbatch in range(2):
         rng_step = RngStep(7, microbatch)
         x, dy = (torch.randn(100, size, generator=generator).bfloat16() for size in (IN, OUT))
@@ -81,6 +83,7 @@ def passes(name: str, cache_weights: bool = False, finite: bool = False) -> dict
         if not finite:
             x[5, 7] = torch.inf
         bias = torch.randn(OUT, generator=generator).bfloat16()
+        x, dy, bias = (each.to(device) for each in (x, dy, bias))
         found[f"y {microbatch}"], saved = gemms.forward(x, w, rng_step, bias_O=bias, save_input=True)
         grad = gemms.grad_output(dy, rng_step)
         found[f"dx {microbatch}"] = gemms.dgrad(grad, saved.weight, rng_step, saved.weight_amax)
@@ -357,6 +360,16 @@ def test_wrong_products_are_emulated_or_end_the_run(wrong: Callable[..., torch.T
         passes(name, finite=True)
 
 
+def test_a_refused_product_is_a_fault() -> None:
+    def refuses(*_: MxOperand, **__: Any) -> torch.Tensor:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul\nand more")
+
+    want = passes("mxfp8", finite=True)
+    with unproved() as ledger, product(refuses), pytest.warns(NativeProofWarning, match="NOT_SUPPORTED"):
+        same(passes("mxfp8", finite=True), want)
+    assert json.loads(json.dumps(ledger.as_json(), allow_nan=False))["fault"].endswith("calling cublasLtMatmul")
+
+
 def test_rounding_that_returns_zeros_is_found() -> None:
     """As a stochastic rounding on consumer Blackwell once did: codes are 0, and products of them are right."""
     want = passes("nvfp4_all", finite=True)
@@ -386,3 +399,18 @@ def test_frequencies_of_stochastic_rounding() -> None:
     far = fair.clone()
     far[7] += 2.0
     assert "by more than a step" in of_frequencies("far", far, exact, step, 16).fault
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BLOCK_SCALED)
+def test_products_on_this_gpu_are_within_their_bound(name: str) -> None:
+    """The rehearsal: the same sources on any GPU. Before Blackwell, dot_scaled multiplies bf16 values.
+
+    Operands have the reference's bits, and products lie within the proof's bound of the emulated ones.
+    """
+    real = resolved.arch_of(torch.device("cuda"))
+    ledger = Ledger()
+    with pretended(real if real in WITH_BLOCK_SCALES else "sm100"), patch.object(dense, "LEDGER", ledger):
+        passes(name, finite=True, device="cuda")
+    assert not ledger.fault, ledger.fault
+    assert len(ledger.checks) >= 3 * len(on_blackwell(load(name)))

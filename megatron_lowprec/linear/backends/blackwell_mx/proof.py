@@ -22,6 +22,7 @@ Key = tuple[Hashable, ...]
 _A_TERM = 2.0**-23 + 2.0**-24
 _ROUNDED = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}  # two roundings to the output's dtype, of a result
 _DEVIATIONS = 6.0
+_WRONG = 1e30  # an error that JSON can hold
 _ENDS = "training would go wrong, and --native require does not go on by emulation"
 
 
@@ -115,7 +116,7 @@ def of_product(
     got_, want_ = got.float(), want.float()
     finite = want_.isfinite()
     bound = terms * _A_TERM * magnitudes + _ROUNDED[want.dtype] * (want_.abs() + addend) + torch.finfo(want.dtype).tiny
-    relative = torch.where(finite, (got_ - want_).abs() / bound, 0.0).nan_to_num(nan=torch.inf)
+    relative = torch.where(finite, (got_ - want_).abs() / bound, 0.0).nan_to_num(nan=_WRONG).clamp(max=_WRONG)
     error = float(relative.max())
     if error > 1.0:
         wrong = float((relative > 1.0).float().mean())
@@ -123,6 +124,11 @@ def of_product(
         return Check(what, error, f"{wrong:.1%} of the product is out of its bound, by up to {error:.3g} times{zeros}")
     lost = bool((got_.isfinite() & ~finite).any())
     return Check(what, error, "an Inf or a NaN of the emulated product is missing" if lost else "")
+
+
+def refused(what: str, error: Exception) -> Check:
+    """A product that torch, cuBLAS or Triton did not compute."""
+    return Check(what, _WRONG, f"the product was refused: {str(error).strip().splitlines()[0][:200] or type(error)}")
 
 
 def of_operand(what: str, got: torch.Tensor, want: torch.Tensor) -> Check:

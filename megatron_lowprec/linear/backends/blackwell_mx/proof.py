@@ -54,8 +54,12 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.required, self.fault = False, ""
-        self.checks: dict[Key, Check] = {}
+        self.required = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all checks, so that they are made again."""
+        self.fault, self.checks = "", dict[Key, Check]()
 
     def wants(self, key: Key, device: torch.device) -> bool:
         """Whether a product or operand is to be checked; False if it was, under graph capture, or without a GPU."""

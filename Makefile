@@ -14,6 +14,7 @@ TEST_WORKERS ?= 3
 TESTS ?= tests
 MEGATRON_CORE ?= $(shell sed -n 's/^megatron-core==\([0-9.]*\); python_version >= .*/\1/p' $(LOCK))
 RELEASE = $(VENV)/megatron-core-$(MEGATRON_CORE)
+TRITON ?= 3.9.0
 RELEASE_TESTS ?= tests/mcore tests/distributed/test_driver.py tests/training/test_run.py tests/training/checkpoint tests/clients
 LAYOUT_PARITY ?= $(MATRIX)
 OPTIONAL := wandb,datasets,sentencepiece,peft,torchtitan
@@ -36,7 +37,7 @@ TE_WHEEL := $(VENV)/transformer_engine-$(TE_VERSION)-py3-none-any.whl
 threads = cores=$$(getconf _NPROCESSORS_ONLN); \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$((cores > $(1) ? cores / $(1) : 1))}
 
-.PHONY: help setup train test test-weekly test-fast test-clients test-megatron-core test-optional test-fault-injection test-layout-parity test-compile test-fuzz test-faults test-matrix lint types format clean
+.PHONY: help setup train test test-weekly test-fast test-clients test-megatron-core test-optional test-fault-injection test-layout-parity test-compile test-block-scaled test-fuzz test-faults test-matrix lint types format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -113,6 +114,13 @@ test-layout-parity: setup  ## every recipe on every layout against one process, 
 
 test-compile: setup  ## every kernel compiled for Hopper and Blackwell, without a GPU, three minutes
 	@for arch in 90 100; do $(BIN)/python -W ignore -m tests.kernels.compile_only $$arch || exit 1; done
+
+# Into a folder of its own, which comes before the installed one: the instructions that another release compiles.
+test-block-scaled: setup  ## instructions of the block-scaled GEMMs for Blackwell under TRITON=RELEASE, a minute
+	@test -d $(VENV)/triton-$(TRITON) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(VENV)/triton-$(TRITON) triton==$(TRITON)
+	@PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(TRITON):$(CURDIR) $(BIN)/python -m pytest -q -rs \
+		tests/kernels/test_mx_gemm.py -k instructions
 
 test-fuzz: setup  ## damaged and hostile files for every reader, 500 each, ten minutes on an idle core; FUZZ are flags of tools/fuzz
 	@$(BIN)/python -W ignore -m tools.fuzz $(FUZZ)

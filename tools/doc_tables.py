@@ -39,7 +39,7 @@ from itertools import groupby
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser
-from megatron_lowprec.linear.backends.table import choose
+from megatron_lowprec.linear.backends.table import UNVERIFIED, choose
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.explain import describe_levels
 from megatron_lowprec.recipe.parsing import load_recipe
@@ -268,6 +268,8 @@ def _runs(name: str, gemm: GemmSpec, arch: str) -> tuple[str, str]:
         return "compute dtype", ""
     backend = choose(name, gemm, Target(arch, _WIDE, _WIDE))
     reasons = (reason.removesuffix(f" on {arch}") for _, reason in backend.passed_over)
+    if backend.backend in UNVERIFIED:
+        return "proved at start", ""
     return ("native", "") if backend.multiplies_codes else ("emulated", "; ".join(reasons))
 
 

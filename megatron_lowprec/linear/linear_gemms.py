@@ -17,6 +17,7 @@ from megatron_lowprec.linear.backends.protocol import (
     LayerContext,
 )
 from megatron_lowprec.linear.backends.resolved import LayerBackends, Resolved
+from megatron_lowprec.linear.backends.table import Emulate
 from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward, in_memory, transposes
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax, LinearId
 from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
@@ -50,7 +51,7 @@ class LinearGemms:
         cache_weights: cache quantized weights that are equal for all microbatches of a step, until
             ``weight_cache.clear``; costs a copy of the weight for each such GEMM.
         histories: tensor -> its amax history and slot, of at least the recipe's tensors; None to make them.
-        emulate: multiply in the compute dtype even if the device has FP8 GEMMs.
+        emulate: multiply in the compute dtype even if the device has FP8 GEMMs, or native ones of these backends.
         emulate_accumulator: as ``LayerContext``.
         gathers: the tensor, "input" or "grad_output", that ranks with parts of its tokens gather as FP8 codes;
             ``why_not_gathered`` must have no reason. None if each rank is given all tokens.
@@ -73,7 +74,7 @@ class LinearGemms:
         reduce_amax: Reduce | None = None,
         cache_weights: bool = False,
         histories: Mapping[str, tuple[AmaxHistory, int]] | None = None,
-        emulate: bool = False,
+        emulate: Emulate = False,
         emulate_accumulator: bool = False,
         gathers: str | None = None,
         reads: Mapping[str, tuple[AmaxHistory, int]] | None = None,

@@ -15,7 +15,7 @@ from megatron_lowprec.comm.maximum import maximum_over
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.dispatch import arch_of, has_mx_kernel, have_triton
 from megatron_lowprec.linear.backends.emulated.why_not import check_accumulator, fast_gemms
-from megatron_lowprec.linear.backends.table import Choice, choose
+from megatron_lowprec.linear.backends.table import Choice, Emulate, choose
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.activation_cache import bind_activations
@@ -84,7 +84,7 @@ class RecipeRuntime:
         share_rng_across_dp: bool = False,
         reduce_amax: bool = True,
         cache_weights: bool = False,
-        emulate: bool = False,
+        emulate: Emulate = False,
         emulate_accumulator: bool = False,
         rerun_in_bf16: Sequence[str] = (),
         fp8_gather: bool = False,
@@ -98,7 +98,7 @@ class RecipeRuntime:
         self._accumulate_wgrad, self._reduce_amax = accumulate_wgrad, reduce_amax
         self._share_rng_across_dp = share_rng_across_dp
         if emulate_accumulator:
-            check_accumulator(recipe, "cpu" if emulate else arch_of(device))
+            check_accumulator(recipe, "cpu" if emulate is True else arch_of(device))
         if fp8_gather:
             check_fp8_gather(recipe, parallel_state.get_pipeline_model_parallel_world_size())
         self.dispatch = Fp8Dispatch(recipe) if fp8_dispatch else None

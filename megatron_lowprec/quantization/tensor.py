@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 
 from megatron_lowprec.formats import FORMATS, Format
-from megatron_lowprec.kernels.quantize.elements import packed
+from megatron_lowprec.kernels.mx_gemm.operand import from_tiles
+from megatron_lowprec.kernels.quantize.elements import packed, unpacked
 from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale, encode, scale_blocks
 from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec
 from megatron_lowprec.scaling import granularity_of
@@ -32,7 +33,8 @@ class QuantizedTensor:
         dtype: dtype of the source.
         spec: format, granularity and scale rule of both directions; None if the recipe does not quantize the tensor.
         rowwise_data: [R, K], R the product of all sizes of ``shape`` but the last, K the last. Values of the format's
-            grid in ``dtype``, or codes in torch's FP8 dtype; a native GEMM's may be zero-padded. None if absent.
+            grid in ``dtype``, or codes in torch's FP8 dtype or its FP4 dtype of two a byte; a native GEMM's may be
+            zero-padded. None if absent.
         rowwise_scale: decode scales [ceil(R / block rows), ceil(K / block columns)], fp32 or codes of ``scale_format``
             (uint8); for 128x128 blocks of a native GEMM, columns in multiples of 4. None if ``folded``.
         columnwise_data, columnwise_scale: the same for the transpose [N, M]; two-dimensional tensors only.
@@ -41,8 +43,8 @@ class QuantizedTensor:
         rowwise_tensor_scale, columnwise_tensor_scale: fp32 [1, 1], decode scale of the tensor above its block scales,
             or one for each outer block; None if the spec has none. The directions differ if a transform precedes one.
         rowwise_transform, columnwise_transform: the Hadamard transform of which the data are rounded; None for none.
-        scale_layout: ``"plain"``, as above; ``"tiles_128x4"``, tiles of 128 rows by 4 blocks, as Blackwell's GEMMs read
-            scales, which no kernel writes yet.
+        scale_layout: ``"plain"``, as above; ``"tiles_128x4"``, uint8 [bytes] in tiles of 128 rows by 4 blocks, as
+            Blackwell's GEMMs read scales, one for each row.
     """
 
     shape: torch.Size
@@ -91,9 +93,9 @@ class QuantizedTensor:
     def _why_data_are_wrong(
         self, data: torch.Tensor, rows: int, length: int, transform: HadamardSpec | None
     ) -> str | None:
-        if data.dim() != 2 or data.shape[0] < rows or data.shape[1] < length:
+        if data.dim() != 2 or data.shape[0] < rows or data.shape[1] * _codes_an_entry(data) < length:
             return f"shape {tuple(data.shape)}, expected at least {(rows, length)}"
-        if transform is not None and data.shape[1] % transform.block:
+        if transform is not None and data.shape[1] * _codes_an_entry(data) % transform.block:
             return f"{data.shape[1]} columns are no whole blocks of a transform of {transform.block}"
         return None
 
@@ -206,8 +208,15 @@ class QuantizedTensor:
         self, data: torch.Tensor, scale: torch.Tensor | None, of_tensor: torch.Tensor | None, length: int
     ) -> torch.Tensor:
         """fp32 [R, length] of rowwise or columnwise data, without padding."""
-        values = data.to(torch.float32)
-        if scale is not None:
+        if data.dtype == torch.float4_e2m1fn_x2:
+            values = decode(unpacked(data.view(torch.uint8)), self.format)
+        else:
+            values = data.to(torch.float32)
+        if scale is not None and self.scale_layout == "tiles_128x4":
+            block = block_sizes(self._spec, data)[1]
+            scale = from_tiles(scale, data.shape[0], -(-length // block))
+            values = scale_blocks(values[:, :length], self._decode_scale(scale, of_tensor), (1, block))
+        elif scale is not None:
             blocks = block_sizes(self._spec, data)
             scale = scale[: -(-data.shape[0] // blocks[0]), : -(-data.shape[1] // blocks[1])]
             values = scale_blocks(values, self._decode_scale(scale, of_tensor), blocks)
@@ -218,6 +227,10 @@ class QuantizedTensor:
 
     def _as_source(self, matrix: torch.Tensor) -> torch.Tensor:
         return matrix.view(self.shape).movedim(-1, self.axis)
+
+
+def _codes_an_entry(data: torch.Tensor) -> int:
+    return 2 if data.dtype == torch.float4_e2m1fn_x2 else 1
 
 
 def block_sizes(spec: QuantSpec, matrix: torch.Tensor) -> tuple[int, int]:

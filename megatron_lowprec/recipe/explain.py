@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from megatron_lowprec.linear.backends.table import Choice, choose, choose_without_gpu
+from megatron_lowprec.linear.backends.table import Choice, Emulate, choose, choose_without_gpu
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.coverage import LinearSite, TensorRanks, ranks_of
 from megatron_lowprec.recipe.layer_match import Progress, numbering_notes
@@ -165,7 +165,7 @@ def explain(
     *,
     tensor_ranks: TensorRanks = 1,
     dtype: str = "bfloat16",
-    emulate: bool = False,
+    emulate: Emulate = False,
     train_iters: int | None = None,
 ) -> str:
     """Text for every linear layer: its three GEMMs, and each operand's format, scales, rounding and transform.
@@ -182,7 +182,7 @@ def explain(
         emulate_accumulator: emulated GEMMs accumulate as fast as their specs allow.
         tensor_ranks: ranks that shard each layer, or those of each.
         dtype: of the model's weights.
-        emulate: no native backend (--emulate).
+        emulate: native backends to leave out (--emulate, --native off).
         train_iters: steps of the run, if known.
 
     Raises:
@@ -192,7 +192,7 @@ def explain(
 
     def backend_of(name: str, gemm: GemmSpec, site: LinearSite) -> Choice:
         target = Target(arch, *site.sizes_on_rank(ranks_of(site, tensor_ranks)), dtype)
-        if arch == "cpu" and not emulate:
+        if arch == "cpu" and emulate is not True:
             return choose_without_gpu(name, gemm, target)
         return choose(name, gemm, target, emulate)
 

@@ -15,7 +15,7 @@ class RuntimeOptions(TypedDict, total=False):
         reduce_amax: reduce the amax of a current scale over all tensor-parallel ranks; if False, each rank scales its
             shard by the shard's amax. Histories of delayed scaling are always reduced.
         cache_weights: reuse quantized weights across the microbatches of a step.
-        emulate: multiply in the compute dtype even where the device has FP8 GEMMs.
+        emulate: multiply in the compute dtype even where the device has FP8 GEMMs, or native ones of these backends.
         emulate_accumulator: sum emulated GEMMs that ask for fast accumulation as Hopper's tensor cores do.
         rerun_in_bf16: globs of single GEMMs to run unquantized, such as ``layers.3.mlp.linear_fc1.dgrad``.
         fp8_gather: under sequence parallelism, gather FP8 codes of inputs and output gradients where both GEMMs of a
@@ -30,7 +30,7 @@ class RuntimeOptions(TypedDict, total=False):
     share_rng_across_dp: bool
     reduce_amax: bool
     cache_weights: bool
-    emulate: bool
+    emulate: bool | frozenset[str]
     emulate_accumulator: bool
     rerun_in_bf16: Sequence[str]
     fp8_gather: bool

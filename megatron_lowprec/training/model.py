@@ -18,6 +18,7 @@ from megatron.core.utils import get_te_version
 
 from megatron_lowprec.comm.gradients import GradientFactor, rounded_sum_warnings
 from megatron_lowprec.kernels.dispatch import have_triton
+from megatron_lowprec.linear.backends.table import emulated_rows
 from megatron_lowprec.mcore.graphs.layer_graphs import LayerGraphs
 from megatron_lowprec.mcore.layers.gpt_model import LowPrecGPTModel
 from megatron_lowprec.mcore.layers.router import LossTokens, weigh_aux_losses
@@ -120,7 +121,7 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
         share_rng_across_dp=config.share_rng_across_dp,
         reduce_amax=not config.no_amax_reduce,
         cache_weights=_several_microbatches(config),
-        emulate=config.emulate,
+        emulate=emulated_rows(config.emulate, config.native),
         emulate_accumulator=config.emulate_accumulator,
         rerun_in_bf16=config.rerun_in_bf16,
         fp8_gather=config.fp8_sequence_parallel_gather,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.backends.table import emulated_rows
 from megatron_lowprec.recipe.coverage import (
     check_activations,
     check_gemm_globs,
@@ -141,7 +142,7 @@ def _explanation(config: Config, recipe: Recipe) -> str:
         config.emulate_accumulator,
         tensor_ranks=tensor_ranks(config),
         dtype="bfloat16" if config.bf16 else "float32",
-        emulate=config.emulate,
+        emulate=emulated_rows(config.emulate, config.native),
         train_iters=config.train_iters,
     )
 
@@ -197,12 +198,14 @@ def _work(plan: RunPlan, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop
 
 
 def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop | None:
+    from megatron_lowprec.mcore.runtime import RecipeRuntime
     from megatron_lowprec.training import loop, model
     from megatron_lowprec.training.checkpoint import checkpoint
     from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
     from megatron_lowprec.training.data import batches
     from megatron_lowprec.training.distributed.rank_sync import on_any_rank, run_on_all_ranks, same_on_all_ranks
     from megatron_lowprec.training.monitoring.log import RunLog
+    from megatron_lowprec.training.monitoring.native_proof import prepare
     from megatron_lowprec.training.monitoring.run_metadata import RunRecord
     from megatron_lowprec.training.monitoring.self_test import self_test
 
@@ -213,6 +216,9 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
     same_on_all_ranks("the checkpoint to continue from", str(plan.found.folder) if plan.found is not None else "none")
     splits = batches.build(config, plan.tokenizer, ranks.rank, ranks.local_rank)
     trainer = model.build(config, plan.recipe, plan.schedule, vocabulary)
+    runtime = trainer.runtime
+    if isinstance(runtime, RecipeRuntime):
+        run_on_all_ranks(lambda: prepare(config.native, runtime.backends))
     if not config.no_self_test and config.transformer_impl == "local":
         run_on_all_ranks(lambda: self_test(plan.recipe, trainer.config.params_dtype, device))
     progress = checkpoint.Progress()

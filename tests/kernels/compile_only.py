@@ -100,6 +100,17 @@ def groups() -> None:
     cast_differences("cpu")
 
 
+def block_scaled() -> None:
+    from megatron_lowprec.kernels.mx_gemm.triton import mx_gemm
+    from tests.kernels.mx_gemm_cases import KINDS, operand
+
+    for a_format, b_format, block in KINDS:
+        a, b = operand(256, 512, a_format, block, 1), operand(256, 512, b_format, block, 2)
+        # Triton has no product of bf16 values for scales of 16 entries
+        folds = block == 16 and torch.cuda.get_device_capability() < (10, 0)
+        mx_gemm(a, b, out_dtype=torch.bfloat16, folds=folds)
+
+
 def around_linears() -> None:
     from megatron_lowprec.kernels.bias.triton import add_bias_
     from megatron_lowprec.kernels.cross_entropy import triton as cross_entropy
@@ -184,7 +195,10 @@ def operand_statistics() -> None:
         operand_stats(**arguments(case, "cpu"))  # type: ignore[arg-type]
 
 
-PARTS = {part.__name__: part for part in (casts, mx_operands, groups, around_linears, updates, operand_statistics)}
+PARTS = {
+    part.__name__: part
+    for part in (casts, mx_operands, groups, block_scaled, around_linears, updates, operand_statistics)
+}
 
 
 def main(arch: int, *parts: str) -> None:

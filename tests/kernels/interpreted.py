@@ -120,12 +120,13 @@ def steps_of(module: Any, device: str) -> float:
     return 1.0 if device == "cpu" and module.__name__.endswith(".triton") else 0.5
 
 
-def main(differences: Callable[[str], tuple[int, list[str]]]) -> None:
-    """Print what differs and how many cases were compared; the exit code says whether anything did."""
+def main(*differences: Callable[[str], tuple[int, list[str]]]) -> None:
+    """Print what differs and how many cases each compared; the exit code says whether anything did."""
     os.environ["TRITON_INTERPRET"] = "1"
-    compared, found = differences("cpu")
-    print(*found, f"{compared} compared", sep="\n")
-    sys.exit(bool(found) or not compared)
+    results = [each("cpu") for each in differences]
+    for compared, found in results:
+        print(*found, f"{compared} compared", sep="\n")
+    sys.exit(any(found or not compared for compared, found in results))
 
 
 if __name__ == "__main__":

@@ -314,7 +314,7 @@ def test_explanation_shows_equal_layers_once_and_others_apart() -> None:
     [
         ("fp8_delayed", "emulated (no GPU here; hopper_fp8 on sm89 and later)"),
         ("fp8_blockwise", "emulated (no GPU here; hopper_fp8 on sm90)"),
-        ("mxfp8", "emulated (on GPUs as well: hopper_fp8: no MX GEMM on sm90)"),
+        ("mxfp8", "emulated (no GPU here; blackwell_mx on sm100, sm103, sm120)"),
     ],
 )
 def test_explanation_without_a_gpu_names_those_that_run_natively(name: str, said: str) -> None:

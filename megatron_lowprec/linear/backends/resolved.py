@@ -12,7 +12,7 @@ from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.dispatch import arch_of
 from megatron_lowprec.linear.backends import construct
 from megatron_lowprec.linear.backends.protocol import GemmBackend, LayerContext, check_dtype
-from megatron_lowprec.linear.backends.table import BACKENDS, FALLBACK, resolve
+from megatron_lowprec.linear.backends.table import BACKENDS, FALLBACK, Emulate, resolve
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.tensor import QuantizedTensor
@@ -36,14 +36,14 @@ class LayerBackends:
 
     Args:
         context: of the layer.
-        emulate: no native backend.
+        emulate: native backends to leave out.
 
     Attributes:
         resolved: for tokens; until ``resolve`` that of an expert without tokens.
         one_spec: for each tensor, whether both GEMMs that use it quantize it alike.
     """
 
-    def __init__(self, context: LayerContext, emulate: bool) -> None:
+    def __init__(self, context: LayerContext, emulate: Emulate) -> None:
         self._context, self._emulate, self._built = context, emulate, dict[str, GemmBackend]()
         gemms = context.recipe.gemms
         specs = {tensor: [getattr(gemms[gemm], tensor) for gemm in sides] for tensor, sides in SIDES.items()}

@@ -7,6 +7,8 @@ A backend is a folder beside this file and a row of ``BACKENDS``. Its ``why_not.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, has_block_scales
+from megatron_lowprec.linear.backends.blackwell_mx.why_not import why_not as why_not_blackwell_mx
 from megatron_lowprec.linear.backends.emulated.why_not import why_not as why_not_emulated
 from megatron_lowprec.linear.backends.hopper_fp8.why_not import WITH_FP8
 from megatron_lowprec.linear.backends.hopper_fp8.why_not import why_not as why_not_hopper_fp8
@@ -24,7 +26,10 @@ class Backend(NamedTuple):
         grouped: class of the GEMMs of all experts of a layer, likewise; None to run one expert after the other.
         multiplies_codes: native: operands are codes, one byte a value, for the device's low-precision units. Others
             have a format's numerics and not its speed.
-        archs: GPUs that ``why_not`` may accept, oldest first; what runs on the last may run on later ones.
+        archs: GPUs that ``why_not`` may accept, oldest first.
+        verified: whether the project has run its products on a GPU; else they are proved at start, and --native off
+            leaves them out.
+        concerns: whether a GEMM has operands of the backend's kind; reasons against others are left out.
     """
 
     name: str
@@ -33,6 +38,8 @@ class Backend(NamedTuple):
     grouped: str | None = None
     multiplies_codes: bool = False
     archs: tuple[str, ...] = ()
+    verified: bool = True
+    concerns: Callable[[GemmSpec], bool] = lambda _: True
 
 
 BACKENDS = (
@@ -44,16 +51,42 @@ BACKENDS = (
         multiplies_codes=True,
         archs=WITH_FP8,
     ),
+    Backend(
+        "blackwell_mx",
+        why_not_blackwell_mx,
+        "dense.BlackwellMxGemms",
+        multiplies_codes=True,
+        archs=WITH_BLOCK_SCALES,
+        verified=False,
+        concerns=has_block_scales,
+    ),
     Backend("emulated", why_not_emulated, "dense.EmulatedGemms", "grouped.GroupedEmulatedGemms"),
 )
 """A GEMM runs on the first row without a reason against it. The last row runs all GEMMs on all devices."""
 
+_LATER = "sm9999"
+"""A GPU to come."""
+
 _NO_SPEED = ", the format's numerics and not its speed"
+
+_UNVERIFIED = ", unverified hardware, proved at start"
 
 FALLBACK = BACKENDS[-1].name
 
 ARCHS = tuple(dict.fromkeys(arch for row in BACKENDS for arch in row.archs))
 """GPUs with a native backend."""
+
+
+UNVERIFIED = frozenset(row.name for row in BACKENDS if not row.verified)
+"""Native backends whose products the project has run on no GPU."""
+
+Emulate = bool | frozenset[str]
+"""Native backends that are left out: all, or those of these names."""
+
+
+def emulated_rows(emulate: bool, native: str) -> Emulate:
+    """The backends that --emulate and --native leave out."""
+    return True if emulate else UNVERIFIED if native == "off" else False
 
 
 class Choice(NamedTuple):
@@ -81,23 +114,27 @@ class Choice(NamedTuple):
 
     def header(self, gemms: Sequence[str], arch: str) -> str:
         """Header line about GEMMs, or layers' GEMMs, on this backend."""
-        return f"{', '.join(gemms)}: {self.describe(arch)}" + ("" if self.multiplies_codes else _NO_SPEED)
+        about = _UNVERIFIED if self.backend in UNVERIFIED else "" if self.multiplies_codes else _NO_SPEED
+        return f"{', '.join(gemms)}: {self.describe(arch)}{about}"
 
 
-def choose(name: str, gemm: GemmSpec, target: Target, emulate: bool = False) -> Choice:
+def choose(name: str, gemm: GemmSpec, target: Target, emulate: Emulate = False) -> Choice:
     """The backend of one GEMM of a layer.
 
     Args:
-        emulate: no native backend (--emulate).
+        emulate: native backends to leave out (--emulate, --native off).
     """
-    passed_over: list[tuple[str, str]] = [("", "asked")] if emulate else []
+    passed_over: list[tuple[str, str]] = [("", "asked")] if emulate is True else []
     for row in BACKENDS:
-        if emulate and row.multiplies_codes:
+        if emulate is True and row.multiplies_codes:
             continue
         reason = row.why_not(name, gemm, target)
+        if reason is None and not isinstance(emulate, bool) and row.name in emulate:
+            reason = "--native off"
         if reason is None:
             return Choice(row.name, row.multiplies_codes, tuple(passed_over))
-        passed_over.append((row.name, reason))
+        if row.concerns(gemm):
+            passed_over.append((row.name, reason))
     raise AssertionError(f"no backend runs {name}: the last row has no conditions")
 
 
@@ -111,18 +148,20 @@ def choose_without_gpu(name: str, gemm: GemmSpec, target: Target) -> Choice:
         found = {arch: row.why_not(name, gemm, target._replace(arch=arch)) for arch in row.archs}
         runs = [arch for arch, reason in found.items() if reason is None]
         if runs:
-            later = " and later" if runs[-1] == row.archs[-1] else ""
-            return here._replace(passed_over=(("", f"no GPU here; {row.name} on {runs[0]}{later}"),))
+            later = row.why_not(name, gemm, target._replace(arch=_LATER)) is None
+            named = f"{runs[0]} and later" if later else ", ".join(runs)
+            return here._replace(passed_over=(("", f"no GPU here; {row.name} on {named}"),))
         if found:
             reasons.append(f"{row.name}: {found.get('sm90', found[row.archs[-1]])}")
     return here._replace(passed_over=(("", f"on GPUs as well: {'; '.join(reasons)}"),)) if reasons else here
 
 
-def resolve(recipe: LinearRecipe, target: Target, emulate: bool = False) -> dict[str, str]:
+def resolve(recipe: LinearRecipe, target: Target, emulate: Emulate = False) -> dict[str, str]:
     """GEMM -> name of its backend, for a layer; an unquantized GEMM's is that of the last row."""
     return {name: choose(name, gemm, target, emulate).backend for name, gemm in recipe.gemms.items()}
 
 
-def native_gemms(recipe: LinearRecipe, target: Target) -> frozenset[str]:
+def native_gemms(recipe: LinearRecipe, target: Target, emulate: Emulate = False) -> frozenset[str]:
     """The GEMMs of a layer that run on a native backend."""
-    return frozenset(name for name, gemm in recipe.gemms.items() if choose(name, gemm, target).multiplies_codes)
+    chosen = {name: choose(name, gemm, target, emulate) for name, gemm in recipe.gemms.items()}
+    return frozenset(name for name, choice in chosen.items() if choice.multiplies_codes)

@@ -24,7 +24,8 @@ from megatron_lowprec.training.models.moe.options import MoeOptions
 _KEPT = (
     *(option.name for group in (ModelOptions, MoeOptions, LatentAttentionOptions) for option in fields(group)),
     *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "make_vocab_size_divisible_by"),
-    *("bf16", "seed", "emulate", "emulate_accumulator", "no_amax_reduce", "no_lowprec_linears", "deterministic_mode"),
+    *("bf16", "seed", "emulate", "native", "emulate_accumulator", "no_amax_reduce", "no_lowprec_linears"),
+    "deterministic_mode",
 )
 # Required of every run, or of other layouts than one process.
 _PLAIN: Mapping[str, Any] = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 # the draws of a rank.
 _NAMES = """
     config list_recipes explain_recipe no_self_test
-    fp8_param_gather fp8_sequence_parallel_gather no_lowprec_linears emulate moe_grouped_gemm
+    fp8_param_gather fp8_sequence_parallel_gather no_lowprec_linears emulate native moe_grouped_gemm
     attention_backend deterministic_mode cuda_graph_impl
     micro_batch_size recompute_granularity recompute_gelu recompute_method recompute_num_layers
     max_skipped_steps exit_interval exit_duration_in_mins exit_signal_handler

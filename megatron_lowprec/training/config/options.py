@@ -140,6 +140,12 @@ class TrainingOptions:
         False, "round a weight gradient to bf16 before it is added to main_grad"
     )
     emulate: bool = arg(False, "multiply in the compute dtype also where the GPU has FP8 products")
+    native: Literal["auto", "require", "off"] = arg(
+        "auto",
+        "MX and NVFP4 products of Blackwell, which the project has not run: auto compares the first of each size with "
+        "the emulated one and goes on by emulation if they differ; require ends there, and where any is emulated; off "
+        "emulates",
+    )
     emulate_accumulator: bool = arg(
         False,
         "sum emulated GEMMs whose recipe has fast_accumulation as Hopper's FP8 units do, in 14 bits; slow, for small "

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lowprec.linear.backends.table import native_gemms
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.linear.backends.blackwell_mx.why_not import has_block_scales
+from megatron_lowprec.linear.backends.table import emulated_rows, native_gemms
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.quantizer import mx_rule
@@ -16,6 +18,7 @@ from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import microbatches_of, virtual_stages
 from megatron_lowprec.training.models.architectures import architecture_of
+from megatron_lowprec.training.models.common.rank_sizes import width_of
 from megatron_lowprec.training.models.sizes import linear_sites, sharding
 
 
@@ -43,6 +46,8 @@ class Execution:
         linear = self.linear(config, layer, name)
         if config.sequence_parallel and site.split == "column":  # gathered again in the backward pass
             return config.fp8_sequence_parallel_gather and why_not_gathered(linear, "input") is None
+        if has_block_scales(linear.wgrad):  # the block-scaled units' operand of wgrad is cast in the backward pass
+            return False
         native = self.native_gemms(config, site)
         return {"fprop", "wgrad"} <= native and linear.fprop.input == linear.wgrad.input
 
@@ -61,7 +66,17 @@ class Execution:
             return frozenset()
         ranks = sharding(config, site).tensor_ranks
         linear = self.linear(config, site.layer_number, site.name)
-        return native_gemms(linear, Target(self.arch, *site.sizes_on_rank(ranks)))
+        emulate = emulated_rows(config.emulate, config.native)
+        return native_gemms(linear, Target(self.arch, *site.sizes_on_rank(ranks)), emulate)
+
+    def cached_weight_bytes(self, config: Config, site: LinearSite, gemm: str) -> float:
+        """Bytes an entry of a weight cached for a GEMM: its codes and scales if native, else the dtype's."""
+        linear = self.linear(config, site.layer_number, site.name)
+        spec = linear.gemms[gemm].weight
+        if spec is None or gemm not in self.native_gemms(config, site):
+            return width_of(config)
+        scales = 0.0 if spec.block is None or spec.scale_format == "fp32" else 1.0 / spec.block[1]
+        return FORMATS[spec.format].bits / 8.0 + scales
 
     def shares_weight(self, config: Config, site: LinearSite) -> bool:
         """Whether one cast on a GPU gives emulated fprop and dgrad one copy of the weight: of square blocks.

@@ -125,7 +125,7 @@ def graph_buffers(config: Config, layers: range) -> float:
 
 
 def _kept_weights(config: Config, runs: Execution, gpus: int, stage: int) -> float:
-    """Bytes of quantized weights cached across a step's microbatches: 1 per value, or the dtype's width if emulated."""
+    """Bytes of quantized weights cached across a step's microbatches: of codes, or of the dtype if emulated."""
     if microbatches_of(config, gpus) == 1:
         return 0.0
     total = 0.0
@@ -137,7 +137,7 @@ def _kept_weights(config: Config, runs: Execution, gpus: int, stage: int) -> flo
             kept = ["dgrad"] if "dgrad" in native else []
         elif len(kept) > 1 and runs.shares_weight(config, site):
             kept = kept[:1]
-        total += weights * sum(1 if name in native else width_of(config) for name in kept)
+        total += weights * sum(runs.cached_weight_bytes(config, site, name) for name in kept)
     return total
 
 

@@ -59,6 +59,12 @@ class RunRecord:
             self._facts[PHASES] = {**self._facts.get(PHASES, {}), str(number): dict(gemms)}
             self._write()
 
+    def native_proof(self, checks: Mapping[str, Any]) -> None:
+        """Record the checks of native products on hardware that the project has not run."""
+        if self._writes:
+            self._facts["native_proof"] = dict(checks)
+            self._write()
+
     def end(self, iteration: int, peak_memory_bytes: int | None) -> None:
         """Record the end of training, for whatever reason; the peak is the fullest GPU's, None without a GPU."""
         if not self._writes:

@@ -22,6 +22,7 @@ from megatron_lowprec.training.memory.activations import layer_activations
 from megatron_lowprec.training.memory.layout import Execution
 from megatron_lowprec.training.memory.plan import GIB, MemoryPlan, plan
 from megatron_lowprec.training.memory.weights import stage_weights
+from megatron_lowprec.training.models.sizes import linear_sites
 from tests.launch import fork_ranks
 from tests.once import once
 from tests.training.conftest import Drive, take_down
@@ -261,6 +262,25 @@ def test_formats_of_saved_activations_replace_the_codes_of_native_gemms() -> Non
         f"{proj} in E5M6": tokens * width * (1.5 + 1 / 128),
         "input of SwiGLU in E4M3": 2 * tokens * ffn * (1 + 1 / 128),
     }
+
+
+def test_block_scaled_units_cache_packed_weights_and_save_no_codes() -> None:
+    """Codes of E4M3 take a byte, those of E2M1 half of one; scales a byte a block; inputs are saved as emulated."""
+    config = small(bf16=True)
+    site = next(iter(linear_sites(config)))
+    for name, arch, expected in (
+        ("mxfp8", "sm100", 1 + 1 / 32),
+        ("nvfp4_all", "sm120", 0.5 + 1 / 16),
+        ("mxfp8", "sm90", 2.0),
+        ("fp8_current", "sm100", 1.0),
+    ):
+        recipe = load_recipe(name)
+        runs = Execution(recipe, arch)
+        assert runs.cached_weight_bytes(config, site, "fprop") == expected
+        emulated = replace(config, native="off")
+        assert layer_activations(config, runs) == layer_activations(emulated, Execution(recipe, arch))
+        off = 1.0 if name == "fp8_current" else 2.0
+        assert runs.cached_weight_bytes(emulated, site, "fprop") == off
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

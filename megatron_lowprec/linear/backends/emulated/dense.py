@@ -14,8 +14,9 @@ from megatron_lowprec.kernels.dispatch import add_bias_, fuses_mx, load
 from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
 from megatron_lowprec.kernels.gemm.reference import Product, gemm
+from megatron_lowprec.kernels.mx_gemm.operand import aligned_codes
 from megatron_lowprec.kernels.philox.key import Key
-from megatron_lowprec.kernels.quantize.reference import block_amax, scale_blocks
+from megatron_lowprec.kernels.quantize.reference import block_amax, encode, scale_blocks
 from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule
 from megatron_lowprec.linear.backends.protocol import (
     CastRequest,
@@ -45,7 +46,10 @@ class EmulatedGemms(GemmBackend):
         specs: spec by GEMM and tensor; None if not quantized.
         alpha: factor of each GEMM's fp32 sum.
         products: GEMMs that ``emulate_accumulator`` sums otherwise.
+        packs: requested codes are bytes as kernels write them, in both directions, for a backend that multiplies them.
     """
+
+    packs = False
 
     one_cast = frozenset({"grad_output"})  # a second direction of x or w would occupy memory until the backward pass
 
@@ -104,10 +108,11 @@ class EmulatedGemms(GemmBackend):
             cast: MxCast = load("quantize").quantize_mx(**arguments, codes=codes, out_dtype=matrix.dtype)
             made, scale, of_tensor = cast.direction(operand.stride(1) == 1)
             assert made is not None
-            data = stored_codes(made, spec, matrix.dtype) if codes else made
+            data = stored_codes(made, spec, matrix.dtype) if codes and not self.packs else made
             quantized = _quantized(matrix, spec, rowwise, data, transform, scale, of_tensor)
             if other is not None:
-                quantized.columnwise_data, _, quantized.columnwise_tensor_scale = cast.direction(False)
+                quantized.columnwise_data, by_block, quantized.columnwise_tensor_scale = cast.direction(False)
+                quantized.columnwise_scale = by_block
                 quantized.columnwise_transform = None if by_column is None else by_column.spec
             return quantized, None
         folds = spec.folds_scale and name not in self.products and not codes
@@ -118,7 +123,10 @@ class EmulatedGemms(GemmBackend):
             dequantize=folds,
             **self._arguments(name, tensor, spec, rng_step),
         )
-        data = data.to(DTYPES.get(spec.format, matrix.dtype) if codes else matrix.dtype)
+        if codes and self.packs:
+            data = aligned_codes(encode(data, FORMATS[spec.format]), FORMATS[spec.format].bits)
+        else:
+            data = data.to(DTYPES.get(spec.format, matrix.dtype) if codes else matrix.dtype)
         return _quantized(matrix, spec, rowwise, data, transform, None if folds else scale, of_tensor), None
 
     def _of_fprop(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:

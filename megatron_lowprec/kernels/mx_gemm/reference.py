@@ -1,0 +1,64 @@
+"""A model of Blackwell's block-scaled GEMM that reads bytes by address; it shares no code with what writes them.
+
+Values of bytes are those of torch's FP8 dtypes and of a table of E2M1. They are rounded to the compute dtype, in which
+the emulated backend holds the same values, and multiplied by ``gemm/reference.py``: products then have its bits,
+because sums have its order.
+"""
+
+import math
+
+import torch
+
+from megatron_lowprec.kernels.gemm.reference import gemm
+from megatron_lowprec.kernels.mx_gemm.operand import MxOperand
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_SCALES = {32: torch.float8_e8m0fnu, 16: torch.float8_e4m3fn}
+
+
+def mx_gemm(
+    a: MxOperand,
+    b: MxOperand,
+    *,
+    alpha: float = 1.0,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype,
+    accumulate_into: torch.Tensor | None = None,
+    overwrite: bool = False,
+) -> torch.Tensor:
+    """``alpha * a @ b.T`` of decoded operands, summed in fp32, times their tensor scales, and rounded once.
+
+    Args:
+        a: [M, K]; b: [N, K].
+        compute_dtype: in which decoded entries are multiplied; bf16 holds those of all formats here exactly, but for
+            numbers below its range.
+        out_dtype: dtype of the result.
+        accumulate_into: fp32 [M, N]; add the product to it in fp32 and return it.
+        overwrite: write the product to ``accumulate_into``, which is not read.
+    """
+    of_tensors = [each.tensor_scale for each in (a, b) if each.tensor_scale is not None]
+    return gemm(
+        values(a).to(compute_dtype),
+        values(b).to(compute_dtype),
+        alpha=math.prod(of_tensors, start=alpha),
+        out_dtype=out_dtype,
+        accumulate_into=accumulate_into,
+        overwrite=overwrite,
+    )
+
+
+def values(operand: MxOperand) -> torch.Tensor:
+    """fp32 [R, K] that an operand's bytes stand for, without the tensor's scale."""
+    codes, _, fmt, block, columns, _ = operand
+    rows, device = codes.shape[0], codes.device
+    k, r = torch.arange(columns, device=device), torch.arange(rows, device=device).unsqueeze(1)
+    if fmt == "e2m1":
+        byte = codes[:, k // 2].to(torch.int64)
+        elements = torch.tensor(_E2M1, device=device)[torch.where(k % 2 == 0, byte % 16, byte // 16)]
+    else:
+        elements = codes.view(_DTYPES[fmt]).to(torch.float32)[:, :columns]
+    tiles_across = -(-columns // (4 * block))
+    tile = (r // 128) * tiles_across + k // (4 * block)
+    address = tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + k // block % 4
+    return elements * operand.scales.view(_SCALES[block]).to(torch.float32)[address]

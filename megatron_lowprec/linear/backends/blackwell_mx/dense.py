@@ -1,0 +1,281 @@
+"""GEMMs on Blackwell's block-scaled tensor cores: codes of the emulated backend's quantizers, in the units' layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
+from megatron_lowprec.kernels.dispatch import add_bias_, arch_of, load
+from megatron_lowprec.kernels.mx_gemm import native, reference
+from megatron_lowprec.kernels.mx_gemm.operand import ALIGNED, MxOperand, aligned_codes, from_tiles, to_tiles
+from megatron_lowprec.kernels.quantize.reference import encode
+from megatron_lowprec.linear.backends.blackwell_mx.proof import (
+    LEDGER,
+    Check,
+    Key,
+    of_frequencies,
+    of_operand,
+    of_product,
+    refused,
+)
+from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, product_of
+from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
+from megatron_lowprec.linear.backends.hopper_fp8.why_not import operands_of
+from megatron_lowprec.linear.backends.protocol import CastRequest, KnownAmax, LayerContext
+from megatron_lowprec.linear.layer_tensors import in_memory
+from megatron_lowprec.linear.linear_id import SIDES
+from megatron_lowprec.quantization.quantizer import quantize_by_reference
+from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers
+from megatron_lowprec.recipe.schema import QuantSpec
+
+_Sides = tuple[tuple[QuantizedTensor, bool], tuple[QuantizedTensor, bool]]
+"""Two operands, each with whether its columnwise data are multiplied."""
+
+_CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float4_e2m1fn_x2}
+
+
+class BlackwellMxGemms(EmulatedGemms):
+    """``GemmBackend`` on block-scaled tensor cores; on a CPU it multiplies by the model that reads their bytes.
+
+    Operands have the codes and scales of the emulated backend's, from the same kernels, draws and amaxes.
+
+    Attributes:
+        emulated: the same layer's emulated backend.
+    """
+
+    packs = True
+
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__(context)
+        self.emulated = EmulatedGemms(context)
+        self._gemms = context.recipe.gemms
+
+    def quantize(
+        self,
+        tensor: str,
+        matrix: torch.Tensor | CastPrologue,
+        rng_step: RngStep,
+        request: CastRequest,
+        amax: KnownAmax | None = None,
+    ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        """As ``GemmBackend``; codes for other backends, and all after a failed proof, are those of the emulated one."""
+        if request.codes or LEDGER.fault:
+            return self.emulated.quantize(tensor, matrix, rng_step, request, amax)
+        made, sums = super().quantize(tensor, matrix, rng_step, request._replace(codes=True), amax)
+        if made.rowwise_data is not None:
+            made.rowwise_data, made.rowwise_scale = _in_tiles(made.spec, *made.rowwise())
+        if made.columnwise_data is not None:
+            made.columnwise_data, made.columnwise_scale = _in_tiles(made.spec, *made.columnwise())
+        made.scale_layout = "tiles_128x4"
+        if LEDGER.proves(in_memory(matrix).device):
+            return self._proved_operand(tensor, matrix, rng_step, request, amax, made), sums
+        return made, sums
+
+    def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As ``GemmBackend``: the codes in the units' layout."""
+        if LEDGER.fault:
+            return self.emulated.from_codes(quantized, columnwise=columnwise)
+        assert not columnwise, "blocks of one row have no transpose"
+        data, scale = quantized.rowwise()
+        fmt = quantized.format
+        codes = data.view(torch.uint8) if data.element_size() == 1 else encode(data, fmt)
+        return _in_tiles(quantized.spec, aligned_codes(codes, fmt.bits), scale)
+
+    def fuses_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
+        """As ``GemmBackend``: where the MX kernel writes codes, of blocks of one row."""
+        spec = self.specs[SIDES[tensor][0], tensor]
+        one_row = spec is not None and spec.block is not None and spec.block[0] == 1
+        return one_row and super().fuses_directions(tensor, matrix, rng_step)
+
+    def gemm(
+        self,
+        name: str,
+        a: QuantizedTensor,
+        b: QuantizedTensor,
+        out_dtype: torch.dtype,
+        *,
+        accumulate_into: torch.Tensor | None = None,
+        overwrite: bool = False,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As ``GemmBackend``; the bias is added after rounding, as the emulated backend does."""
+        options: dict[str, Any] = {
+            "alpha": self.alpha[name],
+            "out_dtype": out_dtype,
+            "accumulate_into": accumulate_into,
+            "overwrite": overwrite,
+        }
+        sides = (a, name == "wgrad"), (b, name != "fprop")
+        if LEDGER.fault:
+            y = self._emulated(name, sides, options)
+        else:
+            left, right = (operand_of(*side) for side in sides)
+            product = self._product(name, left.codes.device, a.dtype)
+            # the number of tokens varies: rows of fprop and dgrad, terms of wgrad
+            sizes = left.codes.shape[0], right.codes.shape[0], left.columns
+            tokens = 2 if name == "wgrad" else 0
+            sized = (size.bit_length() if at == tokens else size for at, size in enumerate(sizes))
+            key = (name, *sized, left.format, right.format, left.block, accumulate_into is None, overwrite)
+            if LEDGER.wants(key, left.codes.device):
+                y = self._proved(name, key, sides, (left, right), product, options)
+            else:
+                y = product(left, right, **options)
+        return y if bias is None else add_bias_(y, bias)
+
+    def _proved(
+        self,
+        name: str,
+        key: Key,
+        sides: _Sides,
+        operands: tuple[MxOperand, MxOperand],
+        product: Callable[..., torch.Tensor],
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """The native product, compared with the emulated one; the latter if they differ."""
+        total, (left, right) = options["accumulate_into"], operands
+        before = None if total is None else total.clone()
+        want = self._emulated(name, sides, options | {"accumulate_into": before})
+        spoilt = None if total is None else total.clone()  # by a wrong product
+        what = (
+            f"{name} [{left.codes.shape[0]}, {right.codes.shape[0]}] over {left.columns} of {left.format.upper()} and "
+            f"{right.format.upper()} on {arch_of(left.codes.device)}"
+        )
+        try:
+            got = product(left, right, **options | {"accumulate_into": spoilt})
+        except Exception as error:  # noqa: BLE001 - of torch, cuBLAS or Triton, whose errors have no common class
+            got, check = want, refused(what, error)
+        else:
+            absolute = (_magnitudes(one) for one in operands)
+            magnitudes = reference.mx_gemm(*absolute, alpha=options["alpha"], out_dtype=torch.float32)
+            adds = total is not None and not options["overwrite"]
+            addend = float(total.abs().max()) if adds else 0.0
+            check = of_product(what, got, want, magnitudes, left.columns, addend)
+        chosen = got if LEDGER.record(key, check) else want
+        return chosen if total is None else total.copy_(chosen)
+
+    def _proved_operand(
+        self,
+        tensor: str,
+        matrix: torch.Tensor | CastPrologue,
+        rng_step: RngStep,
+        request: CastRequest,
+        amax: KnownAmax | None,
+        made: QuantizedTensor,
+    ) -> QuantizedTensor:
+        """The operand, if each direction has the bits of the quantizer's reference; else the emulated one.
+
+        A kind of operand is checked once a size. Where ranks share the tensor's amax only the frequencies of stochastic
+        rounding are, and the operand stays: a second reduction would wait for ranks that do not come here.
+        """
+        source, holds, alone = in_memory(matrix), True, True
+        for name, columnwise, wanted in zip(
+            SIDES[tensor], (False, True), (request.rowwise, request.columnwise), strict=True
+        ):
+            spec, alone = self.specs[name, tensor], alone and self.reduction(name, tensor) is None
+            key = (name, tensor, *(size.bit_length() for size in source.shape), spec)
+            # an operand that is quantized again follows from numbers that are not here
+            if wanted and spec is not None and spec.source == "original" and LEDGER.wants(key, source.device):
+                last = source.t() if columnwise else source
+                check = self._check_operand(name, tensor, last, spec, rng_step, operand_of(made, columnwise))
+                holds = LEDGER.record(key, check) and holds
+        if holds or not alone:
+            return made
+        return self.emulated.quantize(tensor, matrix, rng_step, request._replace(update_amax=False), amax)[0]
+
+    def _check_operand(
+        self, name: str, tensor: str, last: torch.Tensor, spec: QuantSpec, rng_step: RngStep, operand: MxOperand
+    ) -> Check:
+        what = f"{name}'s {tensor} {tuple(last.shape)}"
+        check, found, transform = Check(what, 0.0), reference.values(operand), self.transform(name, rng_step)
+        if self.reduction(name, tensor) is None:
+            arguments = self._arguments(name, tensor, spec, rng_step)
+            want = quantize_by_reference(last, spec, transform=transform, dequantize=True, **arguments).data
+            check = of_operand(what, found.to(want.dtype), want)
+        if not check.fault and spec.rounding == "stochastic" and spec.scale.four_over_six is None:
+            exact = last.float() if transform is None else transform.apply(last)
+            check = of_frequencies(what, found, *_in_steps(operand, spec, exact), spec.random_bits)
+        return check
+
+    def _emulated(self, name: str, sides: _Sides, options: dict[str, Any]) -> torch.Tensor:
+        """The emulated product of operands of either backend."""
+        a, b = (_decoded(*side) for side in sides)
+        rest = {option: value for option, value in options.items() if option not in ("alpha", "out_dtype")}
+        return self.emulated.gemm(name, a, b, options["out_dtype"], **rest)
+
+    def _product(self, name: str, device: torch.device, compute_dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+        if device.type == "cpu":
+            return partial(reference.mx_gemm, compute_dtype=compute_dtype)
+        arch, gemm = arch_of(device), self._gemms[name]
+        if product_of(name, gemm, arch) == "scaled_mm":
+            return native.mx_gemm
+        product: Callable[..., torch.Tensor] = load("mx_gemm").mx_gemm
+        # elsewhere dot_scaled multiplies bf16 values, but not under scales of 16 entries
+        folds = arch not in WITH_BLOCK_SCALES and operands_of(name, gemm)[0].scale_format != "e8m0"
+        return partial(product, folds=True) if folds else product
+
+
+def _decoded(quantized: QuantizedTensor, columnwise: bool) -> QuantizedTensor:
+    """One direction as the emulated backend holds it."""
+    data = quantized.columnwise_data if columnwise else quantized.rowwise_data
+    assert data is not None
+    if data.dtype not in _CODES.values():
+        return quantized
+    found = replace(quantized, folded=True, scale_layout="plain", rowwise_scale=None, columnwise_scale=None)
+    values = reference.values(operand_of(quantized, columnwise)).to(quantized.dtype)
+    if columnwise:
+        found.columnwise_data = values
+    else:
+        found.rowwise_data = values
+    return found
+
+
+def _magnitudes(operand: MxOperand) -> MxOperand:
+    signs = 0x77 if operand.format == "e2m1" else 0x7F
+    return operand._replace(codes=operand.codes & signs)
+
+
+def _in_steps(operand: MxOperand, spec: QuantSpec, exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries in units of their decoded codes, and the steps of the grid there; 0 for entries that may saturate."""
+    fmt, rows, blocks = FORMATS[spec.format], len(exact), -(-operand.columns // operand.block)
+    scales = as_numbers(from_tiles(operand.scales, rows, blocks), spec.scale_format)
+    scale = scales.repeat_interleave(operand.block, 1)[:, : operand.columns]
+    exact = exact[:, : operand.columns] * spec.headroom
+    exact = exact if operand.tensor_scale is None else exact / operand.tensor_scale
+    scaled = (exact / scale).abs().nan_to_num(nan=torch.inf)
+    exponent = torch.frexp(scaled.clamp(max=fmt.max)).exponent - 1
+    step = torch.exp2((exponent.clamp(min=fmt.min_exponent) - fmt.mantissa_bits).float())
+    return exact, torch.where(scaled <= fmt.max / 1.5, step * scale, 0.0)
+
+
+def operand_of(quantized: QuantizedTensor, columnwise: bool) -> MxOperand:
+    """One direction of a tensor quantized by ``BlackwellMxGemms``."""
+    data, scale = quantized.columnwise() if columnwise else quantized.rowwise()
+    above = quantized.columnwise_tensor_scale if columnwise else quantized.rowwise_tensor_scale
+    transform = quantized.columnwise_transform if columnwise else quantized.rowwise_transform
+    spec, length = quantized.spec, quantized.shape[0 if columnwise else 1]
+    whole = 1 if transform is None else transform.block
+    assert spec is not None
+    assert spec.block is not None
+    assert scale is not None
+    columns = -(-length // whole) * whole
+    return MxOperand(data.view(torch.uint8), scale, spec.format, spec.block[1], columns, above)
+
+
+def _in_tiles(
+    spec: QuantSpec | None, codes: torch.Tensor, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [R, bytes] in torch's dtype, rows padded with zeros, and their scales in tiles, one for each row."""
+    assert spec is not None
+    assert spec.block is not None
+    assert scale is not None
+    missing = -codes.shape[1] % (ALIGNED * FORMATS[spec.format].bits // 8)
+    codes = pad(codes, (0, missing)) if missing else codes
+    return codes.view(_CODES[spec.format]), to_tiles(scale, spec.block[0], codes.shape[0])

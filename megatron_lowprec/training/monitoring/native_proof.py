@@ -1,0 +1,62 @@
+"""--native: the proof of products on GPUs that the project has not run, in the log and in run.json."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.kernels.dispatch import arch_of
+from megatron_lowprec.linear.backends.blackwell_mx.proof import LEDGER
+from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES
+from megatron_lowprec.linear.backends.table import Choice
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.distributed.rank_sync import on_any_rank
+
+
+def prepare(native: str, backends: Mapping[Choice, Sequence[str]]) -> None:
+    """Set what a failed proof does.
+
+    Args:
+        native: the option.
+        backends: of this stage's quantized GEMMs.
+
+    Raises:
+        UserError: native products are required, and a GEMM is emulated.
+    """
+    LEDGER.required = native == "require"
+    emulated = [
+        f"{', '.join(names)}: {choice.why}" for choice, names in backends.items() if not choice.multiplies_codes
+    ]
+    if LEDGER.required and emulated:
+        raise UserError(
+            f"--native require was asked, but GEMMs are emulated ({'; '.join(emulated)}): leave it out, or keep these "
+            "GEMMs unquantized by --recipe-override"
+        )
+
+
+class NativeProof:
+    """Says the result of the proof after the first iteration of a launch, which is when sizes are proved.
+
+    Args:
+        record: takes the checks, as JSON.
+    """
+
+    def __init__(
+        self, config: Config, device: torch.device, say: Callable[..., None], record: Callable[[dict[str, Any]], None]
+    ) -> None:
+        proves = arch_of(device) in WITH_BLOCK_SCALES and config.native != "off"
+        self._pending = proves and config.transformer_impl == "local"
+        self._device, self._say, self._record = device, say, record
+
+    def after_iteration(self) -> None:
+        """Collective in the first call, on all ranks of such GPUs."""
+        if not self._pending:
+            return
+        self._pending = False
+        elsewhere = on_any_rank(bool(LEDGER.fault), self._device) and not LEDGER.fault
+        if LEDGER.checks:
+            self._say(LEDGER.summary())
+            self._record(LEDGER.as_json())
+        if elsewhere:
+            self._say("native products FAILED their proof on another rank, which emulates: see its warning")

@@ -1,0 +1,416 @@
+"""The backend of Blackwell's block-scaled units, on a CPU by the model that reads their bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.kernels.mx_gemm import reference
+from megatron_lowprec.kernels.mx_gemm.operand import MxOperand, from_tiles
+from megatron_lowprec.linear.backends import resolved, table
+from megatron_lowprec.linear.backends.blackwell_mx import dense
+from megatron_lowprec.linear.backends.blackwell_mx.dense import operand_of
+from megatron_lowprec.linear.backends.blackwell_mx.proof import Ledger, NativeProofWarning, of_frequencies
+from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, product_of, why_not
+from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
+from megatron_lowprec.linear.backends.protocol import COLUMNWISE, ROWWISE
+from megatron_lowprec.linear.backends.table import BACKENDS, choose, choose_without_gpu, emulated_rows
+from megatron_lowprec.linear.backends.target import Target
+from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
+from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import SIDES, LinearId
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.token_rows import pack_rows, unpack_rows
+from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.recipe.registry import get_recipe, recipes
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, LinearRecipe
+from megatron_lowprec.shipped import names_in
+from tests.weekly import also_weekly
+
+IN, OUT = 128, 256
+TOKENS = (37, 0, 64)  # of experts; a tile, a block and a transform end within
+STEP = RngStep(7, 0)
+
+
+def load(name: str) -> LinearRecipe:
+    return get_recipe(name) if name in recipes() else load_recipe(name)
+
+
+def on_blackwell(recipe: LinearRecipe, arch: str = "sm100") -> frozenset[str]:
+    """The GEMMs that the backend takes."""
+    chosen = {gemm: choose(gemm, spec, Target(arch, IN, OUT)).backend for gemm, spec in recipe.gemms.items()}
+    return frozenset(gemm for gemm, backend in chosen.items() if backend == "blackwell_mx")
+
+
+ALL = [*recipes(), *(f"configs/recipes/{name}.yaml" for name in names_in("configs/recipes"))]
+BLOCK_SCALED = [name for name in ALL if on_blackwell(load(name))]
+# a kind of operand each: scale rules, both gradients' formats, square blocks, transforms, headroom, tensor scales,
+# four-over-six, corrections, operands of fprop quantized again
+_EACH = ("mxfp8_e5m2_grad", "mxfp8_2d", "mxfp4", "mxfp4_rht_sr", "nvfp4_all", "nvfp4_four_over_six", "quartet2")
+
+
+@contextmanager
+def pretended(arch: str = "sm100") -> Iterator[None]:
+    """Layers on the CPU resolve their GEMMs as on a GPU, to rows that run on a CPU."""
+    rows = tuple(row for row in BACKENDS if row.name != "hopper_fp8")
+    with patch.object(table, "BACKENDS", rows), patch.object(resolved, "arch_of", lambda _: arch):
+        yield
+
+
+def gemms_of(name: str, expert: int = 0, cache_weights: bool = False) -> LinearGemms:
+    return LinearGemms(load(name), LinearId(3, "fc1", expert), 1, AmaxHistory, cache_weights=cache_weights)
+
+
+def passes(
+    name: str, cache_weights: bool = False, finite: bool = False, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Two microbatches through a layer, the second one's weight gradient accumulated."""
+    gemms, found = gemms_of(name, cache_weights=cache_weights), dict[str, torch.Tensor]()
+    generator = torch.Generator().manual_seed(4)
+    w, total = torch.randn(OUT, IN, generator=generator).bfloat16().to(device), torch.ones(OUT, IN, device=device)
+    for microbatch in range(2):
+        rng_step = RngStep(7, microbatch)
+        x, dy = (torch.randn(100, size, generator=generator).bfloat16() for size in (IN, OUT))
+        x[3] = 0.0
+        if not finite:
+            x[5, 7] = torch.inf
+        bias = torch.randn(OUT, generator=generator).bfloat16()
+        x, dy, bias = (each.to(device) for each in (x, dy, bias))
+        found[f"y {microbatch}"], saved = gemms.forward(x, w, rng_step, bias_O=bias, save_input=True)
+        grad = gemms.grad_output(dy, rng_step)
+        found[f"dx {microbatch}"] = gemms.dgrad(grad, saved.weight, rng_step, saved.weight_amax)
+        accumulate = total if microbatch else None
+        found[f"dw {microbatch}"] = gemms.wgrad(grad, saved.input(), rng_step, accumulate_into=accumulate).clone()
+        for history, _ in gemms.histories.values():
+            history.update()
+    return found
+
+
+def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for what, value in want.items():
+        assert got[what].dtype == value.dtype
+        assert torch.equal(got[what].nan_to_num(nan=1e30), value.nan_to_num(nan=1e30)), what
+
+
+def test_the_backend_takes_all_gemms_of_mx_or_nvfp4_operands() -> None:
+    """Of every registered recipe; shipped files also have formats and scales without such units."""
+    reasons: dict[str, set[str]] = {}
+    for name in ALL:
+        for gemm, spec in load(name).gemms.items():
+            operands = [getattr(spec, tensor) for tensor in GEMM_OPERANDS[gemm]]
+            if any(each is not None and each.scale_format != "fp32" for each in operands):
+                reason = why_not(gemm, spec, Target("sm100", IN, OUT))
+                if reason is not None:
+                    reasons.setdefault(reason, set()).add(name)
+    assert not set.union(*reasons.values()) & set(recipes())
+    assert sorted(reasons) == [
+        "an operand stays in the compute dtype",
+        "no product of E2M1 with UE5M3 scales of 16 entries",
+        "one scale above the blocks' is that of the tensor, not of outer blocks",
+    ]
+
+
+@pytest.mark.parametrize("name", also_weekly(BLOCK_SCALED, _EACH))
+def test_products_equal_emulated_ones_bit_for_bit(name: str) -> None:
+    """The model multiplies what it reads from the native operands' bytes, in the emulated backend's order."""
+    want = passes(name)
+    with pretended():
+        spied = patch.object(reference, "values", wraps=reference.values)
+        with spied as values:
+            got = passes(name)
+    assert values.call_count == 2 * 2 * len(on_blackwell(load(name)))
+    same(got, want)
+
+
+def test_cached_weights_and_both_gradients_formats() -> None:
+    want = passes("nvfp4_all", cache_weights=True)
+    with pretended("sm120"):
+        same(passes("nvfp4_all", cache_weights=True), want)
+
+
+@pytest.mark.parametrize("name", also_weekly(BLOCK_SCALED, ("mxfp4_rht_sr", "nvfp4_all")))
+def test_experts_equal_emulated_ones_bit_for_bit(name: str) -> None:
+    """One after the other; an expert without tokens is emulated."""
+
+    def run() -> dict[str, torch.Tensor]:
+        experts = GroupedLinearGemms([gemms_of(name, expert) for expert in range(len(TOKENS))])
+        generator = torch.Generator().manual_seed(4)
+        weights = [torch.randn(OUT, IN, generator=generator).bfloat16() for _ in TOKENS]
+        x, dy = (torch.randn(sum(TOKENS), size, generator=generator).bfloat16() for size in (IN, OUT))
+        y, saved = experts.forward(x, TOKENS, weights, STEP, save_input=True)
+        dx, dw = experts.backward(dy, TOKENS, saved, STEP, [torch.ones(OUT, IN) for _ in TOKENS])
+        assert dx is not None
+        return {"y": y, "dx": dx, "dw": torch.stack([each for each in dw if each is not None])}
+
+    want = run()
+    with pretended():
+        same(run(), want)
+
+
+@pytest.mark.parametrize("name", ["mxfp8_2d", "mxfp4_rht_sr", "nvfp4_all"])
+def test_operands_are_those_of_the_emulated_backend(name: str) -> None:
+    """Decoded operands, in each direction, are the emulated backend's: both validate, and dequantize alike."""
+    gemms, generator = gemms_of(name), torch.Generator().manual_seed(1)
+    native, emulated = (gemms.backends.built(row) for row in ("blackwell_mx", "emulated"))
+    for tensor, size in (("input", (100, IN)), ("weight", (OUT, IN)), ("grad_output", (100, OUT))):
+        matrix = torch.randn(size, generator=generator).bfloat16()
+        for columnwise, request in enumerate((ROWWISE[0], COLUMNWISE[0])):
+            if getattr(load(name).gemms[SIDES[tensor][columnwise]], tensor) is None:
+                continue
+            mine = native.quantize(tensor, matrix, STEP, request)[0].validate()
+            theirs = emulated.quantize(tensor, matrix, STEP, request)[0].validate()
+            operand = operand_of(mine, bool(columnwise))
+            want = theirs.columnwise_data if columnwise else theirs.rowwise_data
+            assert want is not None
+            assert torch.equal(reference.values(operand).bfloat16(), want)
+            if name == "mxfp8_2d" or (tensor, columnwise) == ("input", 0):
+                of_codes = request._replace(codes=True, rowwise=True, columnwise=False)
+                same_values = theirs if columnwise else emulated.quantize(tensor, matrix, STEP, of_codes)[0]
+                assert torch.equal(mine.dequantize(), same_values.dequantize())
+
+
+def test_codes_of_a_dispatcher_are_multiplied() -> None:
+    """Tokens that arrive as codes give the products of tokens quantized here."""
+    generator = torch.Generator().manual_seed(1)
+    x, w = torch.randn(40, IN, generator=generator).bfloat16(), torch.randn(OUT, IN, generator=generator).bfloat16()
+    for name in ("mxfp8", "mxfp8_e5m2_act"):
+        with pretended():
+            gemms = gemms_of(name)
+            codes = gemms.quantize_tokens("input", x, w, STEP)
+            assert codes.spec is not None
+            arrived = unpack_rows(pack_rows(codes), IN, codes.spec, torch.bfloat16)
+            assert torch.equal(gemms.forward(arrived, w, STEP)[0], gemms.fprop(x, w, STEP))
+
+
+def test_statistics_are_those_of_the_emulated_backend() -> None:
+    x = torch.randn(64, IN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for name, gemm in (("mxfp8", "fprop"), ("quartet2", "wgrad")):
+        gemms = gemms_of(name)
+        mine, theirs = (
+            gemms.backends.built(row).error_stats(gemm, "input", x, STEP) for row in ("blackwell_mx", "emulated")
+        )
+        assert torch.equal(mine, theirs)
+
+
+def test_reasons_against_a_gemm_are_named() -> None:
+    wide = Target("sm100", IN, OUT)
+    nvfp4, blocks = get_recipe("nvfp4_all").fprop, get_recipe("fp8_blockwise").fprop
+    assert why_not("fprop", nvfp4, wide) is None
+    assert why_not("fprop", nvfp4, wide._replace(arch="sm90")) == "no NVFP4 GEMM on sm90"
+    assert why_not("fprop", nvfp4, wide._replace(out_features=8)) == "out_features 8 is no multiple of 16"
+    assert why_not("fprop", nvfp4, wide._replace(dtype="float32")) == (
+        "block-scaled GEMMs are for bf16 models, this one is float32"
+    )
+    assert "not fp32 scales" in str(why_not("fprop", blocks, wide))
+    found = choose("fprop", blocks, wide)
+    assert found.describe() == "emulated (hopper_fp8: no FP8 GEMM of granularity 128x128 and 1x128 on sm100)"
+    ue5m3 = load("configs/recipes/ue5m3.yaml").fprop
+    assert "no product of E2M1 with UE5M3 scales" in str(why_not("fprop", ue5m3, wide))
+    assert choose_without_gpu("fprop", nvfp4, wide).why == "no GPU here; blackwell_mx on sm100, sm103, sm120"
+
+
+def test_native_off_leaves_the_backend_out() -> None:
+    """Verified backends stay; the header says which products were never run here."""
+    mxfp8, fp8 = get_recipe("mxfp8").fprop, get_recipe("fp8_current").fprop
+    wide, off = Target("sm100", IN, OUT), emulated_rows(False, "off")
+    assert choose("fprop", mxfp8, wide, off).describe() == (
+        "emulated (hopper_fp8: no MX GEMM on sm100; blackwell_mx: --native off)"
+    )
+    assert choose("fprop", fp8, wide, off).backend == "hopper_fp8"
+    assert choose("fprop", mxfp8, wide, emulated_rows(True, "auto")).why == "asked"
+    assert choose("fprop", mxfp8, wide, emulated_rows(False, "require")).header(["fprop"], "sm100") == (
+        "fprop: blackwell_mx on sm100 (hopper_fp8: no MX GEMM on sm100), unverified hardware, proved at start"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "gemm", "on_10", "on_12"),
+    [
+        ("mxfp8", "fprop", "scaled_mm", "dot_scaled"),
+        ("mxfp8_e5m2_grad", "dgrad", "dot_scaled", "dot_scaled"),
+        ("mxfp4_sr", "wgrad", "dot_scaled", "dot_scaled"),
+        ("nvfp4_all", "wgrad", "scaled_mm", "dot_scaled"),
+    ],
+)
+def test_products_by_device(name: str, gemm: str, on_10: str, on_12: str) -> None:
+    """torch's scaled product where it has one: E4M3 without headroom, and NVFP4, on compute capability 10."""
+    spec = get_recipe(name).gemms[gemm]
+    assert [product_of(gemm, spec, arch) for arch in ("sm100", "sm103", "sm120")] == [on_10, on_10, on_12]
+
+
+# ---- proof at start
+
+
+@contextmanager
+def unproved(required: bool = False) -> Iterator[Ledger]:
+    """A pretended GPU whose products are to be proved, with a ledger of its own."""
+    ledger = Ledger()
+    ledger.required = required
+    with (
+        pretended(),
+        patch.object(dense, "LEDGER", ledger),
+        patch.object(Ledger, "proves", staticmethod(lambda _: True)),
+    ):
+        yield ledger
+
+
+def zeros(a: MxOperand, b: MxOperand, **options: Any) -> torch.Tensor:
+    return torch.zeros_like(reference.mx_gemm(a, b, **options))
+
+
+def scales_in_rows(a: MxOperand, b: MxOperand, **options: Any) -> torch.Tensor:
+    """As a unit that takes scales for row-major ones."""
+    rows, blocks = a.codes.shape[0], -(-a.columns // a.block)
+    plain = from_tiles(a.scales, rows, blocks).flatten()
+    wrong = torch.cat((plain, plain.new_zeros(a.scales.numel() - plain.numel())))
+    return reference.mx_gemm(a._replace(scales=wrong), b, **options)
+
+
+def swapped_nibbles(a: MxOperand, b: MxOperand, **options: Any) -> torch.Tensor:
+    return reference.mx_gemm(a._replace(codes=a.codes >> 4 | a.codes << 4), b, **options)
+
+
+def without_last_terms(a: MxOperand, b: MxOperand, **options: Any) -> torch.Tensor:
+    codes = a.codes.clone()
+    codes[:, -8:] = 0
+    return reference.mx_gemm(a._replace(codes=codes), b, **options)
+
+
+@contextmanager
+def product(wrong: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """The native product of the pretended GPU."""
+    with patch.object(dense.BlackwellMxGemms, "_product", lambda self, *_: wrong):
+        yield
+
+
+@pytest.mark.parametrize("name", ["mxfp8_2d", "mxfp4_rht_sr", "nvfp4_all"])
+def test_right_products_are_proved_once_a_size(name: str) -> None:
+    with unproved() as ledger:
+        got = passes(name, finite=True)
+        checks = dict(ledger.checks)
+        passes(name, finite=True)
+        assert ledger.checks == checks
+    same(got, passes(name, finite=True))
+    # each GEMM, with and without accumulation for wgrad, and each operand in each direction
+    gemms = on_blackwell(load(name))
+    assert len(checks) == 3 * len(gemms) + ("wgrad" in gemms)
+    assert all(check.error <= 1.0 and not check.fault for check in checks.values())
+    assert ledger.summary().startswith(f"native products proved at start: {len(checks)} checks, the worst at ")
+    assert json.loads(json.dumps(ledger.as_json())) == ledger.as_json()
+
+
+def test_an_inf_that_is_lost_is_found() -> None:
+    def clamped(*operands: MxOperand, **options: Any) -> torch.Tensor:
+        return reference.mx_gemm(*operands, **options).nan_to_num(nan=0.0)
+
+    with unproved(), product(clamped), pytest.warns(NativeProofWarning, match="an Inf or a NaN .* is missing"):
+        passes("mxfp8")
+
+
+def test_sums_of_another_order_are_proved() -> None:
+    """A product that adds halves of K, and truncates each half to 23 bits of fraction, is within the bound."""
+
+    def halves(a: MxOperand, b: MxOperand, out_dtype: torch.dtype, alpha: float, **options: Any) -> torch.Tensor:
+        x, w = reference.values(a), reference.values(b)
+        half = x.shape[1] // 2
+        parts = (x[:, :half] @ w[:, :half].t(), x[:, half:] @ w[:, half:].t())
+        total = sum((part.view(torch.int32) & ~1).view(torch.float32) for part in parts) * alpha
+        total = total if options["accumulate_into"] is None else options["accumulate_into"] + total
+        return total.to(out_dtype if options["accumulate_into"] is None else torch.float32)
+
+    with unproved() as ledger, product(halves):
+        passes("mxfp8", finite=True)
+    assert not ledger.fault
+    assert 0.0 < max(check.error for check in ledger.checks.values()) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        (zeros, "mxfp8"),
+        (scales_in_rows, "mxfp8"),
+        (without_last_terms, "mxfp8"),
+        (zeros, "nvfp4_all"),
+        (scales_in_rows, "nvfp4_all"),
+        (swapped_nibbles, "nvfp4_all"),
+        (swapped_nibbles, "mxfp4_rht_sr"),
+        (without_last_terms, "mxfp4_rht_sr"),
+    ],
+)
+def test_wrong_products_are_emulated_or_end_the_run(wrong: Callable[..., torch.Tensor], name: str) -> None:
+    """A fault of the hardware is found by the first product, whose result and all later ones are the emulated ones."""
+    want = passes(name, finite=True)
+    with unproved() as ledger, product(wrong):
+        with pytest.warns(NativeProofWarning, match="NATIVE PRODUCTS FAILED THEIR PROOF, .* out of its bound"):
+            got = passes(name, finite=True)
+        assert len([check for check in ledger.checks.values() if check.fault]) == 1
+        assert ledger.summary().startswith("native products FAILED their proof, and GEMMs are emulated: ")
+        assert ("all of it is 0" in ledger.fault) == (wrong is zeros)
+    same(got, want)
+    with unproved(required=True), product(wrong), pytest.raises(UserError, match="native products failed their proof"):
+        passes(name, finite=True)
+
+
+def test_a_refused_product_is_a_fault() -> None:
+    def refuses(*_: MxOperand, **__: Any) -> torch.Tensor:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul\nand more")
+
+    want = passes("mxfp8", finite=True)
+    with unproved() as ledger, product(refuses), pytest.warns(NativeProofWarning, match="NOT_SUPPORTED"):
+        same(passes("mxfp8", finite=True), want)
+    assert json.loads(json.dumps(ledger.as_json(), allow_nan=False))["fault"].endswith("calling cublasLtMatmul")
+
+
+def test_rounding_that_returns_zeros_is_found() -> None:
+    """As a stochastic rounding on consumer Blackwell once did: codes are 0, and products of them are right."""
+    want = passes("nvfp4_all", finite=True)
+    quantize = EmulatedGemms.quantize
+
+    def faulty(self: EmulatedGemms, *arguments: Any) -> Any:
+        made, sums = quantize(self, *arguments)
+        if self.packs and arguments[0] == "grad_output":
+            for data in (made.rowwise_data, made.columnwise_data):
+                if data is not None:
+                    data.zero_()
+        return made, sums
+
+    with unproved() as ledger, patch.object(EmulatedGemms, "quantize", faulty):
+        with pytest.warns(NativeProofWarning, match="dgrad's grad_output .* entries differ .* all of it is 0"):
+            same(passes("nvfp4_all", finite=True), want)
+        assert ledger.fault
+
+
+def test_frequencies_of_stochastic_rounding() -> None:
+    """A fair rounding passes; one to nearest of fractions below a half, and one by two steps, do not."""
+    generator = torch.Generator().manual_seed(0)
+    exact, step = torch.rand(1 << 16, generator=generator) * 0.4 + 3.0, torch.ones(1 << 16)
+    fair = 3.0 + (torch.rand(1 << 16, generator=generator) < exact - 3.0).float()
+    assert not of_frequencies("fair", fair, exact, step, 16).fault
+    assert "is biased" in of_frequencies("nearest", torch.full_like(exact, 3.0), exact, step, 16).fault
+    far = fair.clone()
+    far[7] += 2.0
+    assert "by more than a step" in of_frequencies("far", far, exact, step, 16).fault
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BLOCK_SCALED)
+def test_products_on_this_gpu_are_within_their_bound(name: str) -> None:
+    """The rehearsal: the same sources on any GPU. Before Blackwell, dot_scaled multiplies bf16 values.
+
+    Operands have the reference's bits, and products lie within the proof's bound of the emulated ones.
+    """
+    real = resolved.arch_of(torch.device("cuda"))
+    ledger = Ledger()
+    with pretended(real if real in WITH_BLOCK_SCALES else "sm100"), patch.object(dense, "LEDGER", ledger):
+        passes(name, finite=True, device="cuda")
+    assert not ledger.fault, ledger.fault
+    assert len(ledger.checks) >= 3 * len(on_blackwell(load(name)))

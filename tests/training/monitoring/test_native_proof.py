@@ -1,0 +1,62 @@
+"""--native of the driver: what is required, said and recorded."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.backends.blackwell_mx.proof import Check, Ledger
+from megatron_lowprec.linear.backends.table import choose
+from megatron_lowprec.linear.backends.target import Target
+from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.monitoring import native_proof
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def ledger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
+    """A ledger of its own, on a pretended Blackwell GPU with one rank."""
+    found = Ledger()
+    monkeypatch.setattr(native_proof, "LEDGER", found)
+    monkeypatch.setattr(native_proof, "arch_of", lambda _: "sm100")
+    monkeypatch.setattr(native_proof, "on_any_rank", lambda here, _: here)
+    return found
+
+
+def said_after(config: Config, iterations: int = 2) -> tuple[list[str], list[dict[str, Any]]]:
+    said, recorded = list[str](), list[dict[str, Any]]()
+    proof = native_proof.NativeProof(config, CPU, said.append, recorded.append)
+    for _ in range(iterations):
+        proof.after_iteration()
+    return said, recorded
+
+
+def test_a_required_product_that_would_be_emulated_ends_the_start(ledger: Ledger) -> None:
+    spec = get_recipe("mxfp8").fprop
+    here, elsewhere = (choose("fprop", spec, Target(arch, 256, 256)) for arch in ("sm100", "sm90"))
+    native_proof.prepare("require", {here: ["fprop"]})
+    assert ledger.required
+    with pytest.raises(
+        UserError, match=r"GEMMs are emulated \(fprop: hopper_fp8: no MX GEMM on sm90; blackwell_mx: no"
+    ):
+        native_proof.prepare("require", {here: ["fprop"], elsewhere: ["fprop"]})
+    native_proof.prepare("auto", {elsewhere: ["fprop"]})
+    assert not ledger.required
+
+
+def test_the_proof_is_said_and_recorded_once(ledger: Ledger) -> None:
+    ledger.record(("a",), Check("fprop [2, 3]", 0.25))
+    said, recorded = said_after(Config())
+    assert said == ["native products proved at start: 1 checks, the worst at 0.25 of its bound"]
+    assert recorded == [{"fault": "", "checks": [{"what": "fprop [2, 3]", "error": 0.25, "fault": ""}]}]
+    assert said_after(Config(native="off")) == ([], [])
+
+
+def test_a_fault_of_another_rank_is_said(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_proof, "on_any_rank", lambda *_: True)
+    said, _ = said_after(Config())
+    assert said == ["native products FAILED their proof on another rank, which emulates: see its warning"]

@@ -98,6 +98,13 @@ class HopperFp8Gemms(GemmBackend):
         )
         return QuantizedTensor(matrix.shape, matrix.dtype, spec, *cast[:4]), cast.sums
 
+    def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor:
+        """As ``GemmBackend``."""
+        rowwise, columnwise, *_ = request
+        spec = self._specs[tensor, not rowwise]
+        made = rule_of(spec).empty(matrix.shape, matrix.device, rowwise=rowwise, columnwise=columnwise)
+        return QuantizedTensor(matrix.shape, matrix.dtype, spec, *made[:4])
+
     def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As ``GemmBackend``: the codes, or their transpose with tokens zero-padded to the GEMM's multiple."""
         codes, scale = quantized.rowwise()
@@ -123,12 +130,17 @@ class HopperFp8Gemms(GemmBackend):
         """As ``GemmBackend``."""
         return self._specs[tensor, False].granularity != "row"
 
-    def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
+    @property
+    def one_weight_amax(self) -> bool:
         """As ``GemmBackend``."""
         spec = self._specs.get(("weight", False))
         if spec is None or spec != self._specs.get(("weight", True)):
-            return None
-        if (spec.granularity, spec.scaling) != ("tensor", "current"):
+            return False
+        return (spec.granularity, spec.scaling) == ("tensor", "current")
+
+    def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
+        """As ``GemmBackend``."""
+        if not self.one_weight_amax:
             return None
         amax: torch.Tensor = load("cast_fp8").amax_of(w_OI if w_OI.stride(1) == 1 else w_OI.contiguous(), vectors=False)
         return amax if self._amax.reduce is None else self._amax.reduce(amax)

@@ -90,6 +90,7 @@ class ModelCase:
 
 CASES = {
     "llama": ModelCase("llama", 2048, 8192, 32, 8, 8, 32000, 2048, 4),  # layers of Llama 3.2 1B
+    "llama_8b": ModelCase("llama", 4096, 14336, 32, 8, 4, 32000, 2048, 4),  # 4 layers of Llama 3 8B
     "gpt2": ModelCase("gpt2", 2048, 8192, 32, 32, 8, 50304, 1024, 8),  # layers of gpt_1.3b
     "smoke": ModelCase("llama", 128, 256, 4, 2, 2, 128, 32, 2),
 }

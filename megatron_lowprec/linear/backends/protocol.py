@@ -94,7 +94,6 @@ class GemmBackend(ABC):
         one_cast: tensors that one cast may quantize for both GEMMs that use them; these share its spec.
         caches_primary: GEMMs whose operand ``primary_weight`` copies, so that it is cached for a step.
         one_weight_amax: fprop and dgrad share one current scale of w, by its amax.
-        traces_gemm: torch.compile traces ``gemm``, which is a product of torch; else it is an operator.
     """
 
     name: str
@@ -102,7 +101,6 @@ class GemmBackend(ABC):
     one_cast: frozenset[str] = frozenset()
     caches_primary: frozenset[str] = frozenset()
     one_weight_amax = False
-    traces_gemm = True
 
     @abstractmethod
     def __init__(self, context: LayerContext) -> None: ...
@@ -163,6 +161,10 @@ class GemmBackend(ABC):
             overwrite: write the product to ``accumulate_into`` instead of adding.
             bias: [O], added to the product of fprop.
         """
+
+    def traces_gemm(self, name: str) -> bool:
+        """Whether torch.compile traces a GEMM, one product of torch; else it becomes an operator."""
+        return False
 
     def fuses_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
         """Whether one cast quantizes this matrix of ``one_cast`` for both GEMMs."""

@@ -131,14 +131,23 @@ not know; autograd refuses a backward pass that writes a tensor of its graph whe
 """
 
 
-def _fake_product(a: list[Tensor], b: list[Tensor], bias: Any, key: int, backend: str, gemm: str, dtype: Any) -> Tensor:
-    return a[0].new_empty(a[0].shape[0], b[0].shape[0], dtype=dtype)
+def _fake_product(
+    rows: int, a: list[Tensor], b: list[Tensor], bias: Any, key: int, backend: str, gemm: str, dtype: Any
+) -> Tensor:
+    return a[0].new_empty(rows, b[0].shape[0], dtype=dtype)
 
 
 def _product(
-    a: list[Tensor | None], b: list[Tensor | None], bias: Tensor | None, key: int, backend: str, gemm: str, dtype: Any
+    rows: int,
+    a: list[Tensor | None],
+    b: list[Tensor | None],
+    bias: Tensor | None,
+    key: int,
+    backend: str,
+    gemm: str,
+    dtype: Any,
 ) -> Tensor:
-    """``GemmBackend.gemm`` of operands by their data, scale and tensor scale."""
+    """``GemmBackend.gemm`` of operands by their data, scale and tensor scale; ``rows`` of the result."""
     backends = backends_of(key)
     operands = []
     for tensor, (data, scale, tensor_scale) in zip(GEMM_OPERANDS[gemm], (a, b), strict=True):
@@ -146,13 +155,13 @@ def _product(
         assert data is not None
         spec = getattr(backends.context.recipe.gemms[gemm], tensor)
         fields = {f"{way}_data": data, f"{way}_scale": scale, f"{way}_tensor_scale": tensor_scale}
-        operands.append(QuantizedTensor(data.shape, data.dtype, spec, **fields))
+        operands.append(QuantizedTensor(torch.Size((rows, rows)), data.dtype, spec, **fields))
     return backends.built(backend).gemm(gemm, *operands, dtype, bias=bias)
 
 
 product = define(
     "product",
-    "(Tensor?[] a, Tensor?[] b, Tensor? bias, int key, str backend, str gemm, ScalarType dtype) -> Tensor",
+    "(SymInt rows, Tensor?[] a, Tensor?[] b, Tensor? bias, int key, str backend, str gemm, ScalarType dtype) -> Tensor",
     _product,
     _fake_product,
 )
@@ -228,13 +237,14 @@ class TracedGemms(GemmBackend):
     ) -> Tensor:
         """As ``GemmBackend``."""
         assert accumulate_into is None
-        if self._backend.traces_gemm:
+        if self._backend.traces_gemm(name):
             return self._backend.gemm(name, a, b, out_dtype, bias=bias)
         a_data, a_scale, b_data, b_scale = gemm_operands(name, a, b)
         a_above = a.columnwise_tensor_scale if name == "wgrad" else a.rowwise_tensor_scale
         b_above = b.rowwise_tensor_scale if name == "fprop" else b.columnwise_tensor_scale
         sides = [a_data, a_scale, a_above], [b_data, b_scale, b_above]
-        made: Tensor = product(*sides, bias, self._key, self.name, name, out_dtype)
+        rows = a.shape[name == "wgrad"]
+        made: Tensor = product(rows, *sides, bias, self._key, self.name, name, out_dtype)
         return made
 
     def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[Tensor, Tensor | None]:

@@ -48,7 +48,6 @@ class EmulatedGemms(GemmBackend):
         products: GEMMs that ``emulate_accumulator`` sums otherwise.
     """
 
-    traces_gemm = False  # the compiler would fuse its roundings
     one_cast = frozenset({"grad_output"})  # a second direction of x or w would occupy memory until the backward pass
 
     def __init__(self, context: LayerContext) -> None:

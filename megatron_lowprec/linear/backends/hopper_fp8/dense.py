@@ -25,7 +25,7 @@ from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
-from megatron_lowprec.recipe.schema import QuantSpec
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
 
 
 class HopperFp8Gemms(GemmBackend):
@@ -129,6 +129,14 @@ class HopperFp8Gemms(GemmBackend):
     def accepts_split_input(self, tensor: str) -> bool:
         """As ``GemmBackend``."""
         return self._specs[tensor, False].granularity != "row"
+
+    def traces_gemm(self, name: str) -> bool:
+        """As ``GemmBackend``; Inductor finds out the blocks of scales by their sizes, which are padded here."""
+        # which torch 2.13 has
+        sizes_known = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "Meta")
+        return sizes_known and all(
+            self._specs[tensor, SIDES[tensor][1] == name].block is None for tensor in GEMM_OPERANDS[name]
+        )
 
     @property
     def one_weight_amax(self) -> bool:

@@ -1,56 +1,100 @@
-"""A linear layer within ``torch.compile``: an opaque operator, or a call outside the graph.
+"""A linear layer within ``torch.compile``: the GEMMs that the compiler traces, and the state of a pass.
 
-A layer without random draws and amax histories is a pure function of x, weight and bias. ``opaque_linear`` computes it
-with eager bits and without a graph break; the compiler does not see the casts, so it cannot fuse and reround them.
-The wgrad of a native layer quantizes x again, from the same tensor, so the compiled layer saves x in its own dtype.
+``traced_gemms`` have the layer's backends behind operators (``backends/traced.py``). The compiler traces through them
+without Dynamo, so only what calls torch is in the graph. A layer with draws or amax histories begins its pass by an
+operator of its own, ``begin_pass``, which the compiler keeps in order, and does not repeat where it recomputes
+activations. Its casts find the layer by the result.
 
-Draws and amax histories are state that the compiler does not see. It may reorder independent layers, such as q, k and
-v, and remove or repeat calls. ``outside_graph`` therefore breaks the graph at such a layer.
+``opaque_linear`` hides a whole layer, for debugging: ``LowPrecLayer.opaque``.
 """
 
-from collections.abc import Callable
+import weakref
 from functools import lru_cache
-from typing import ParamSpec, TypeVar
+from itertools import count
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import CheckpointPolicy
 
+from megatron_lowprec.linear.backends.traced import TracedGemms, define, number_of, recipe_of
 from megatron_lowprec.linear.layer_tensors import backward_gemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import refuse
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
-from megatron_lowprec.recipe.schema import LinearRecipe
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-REASON = "random draws and amax histories of megatron_lowprec layers are state outside the graph"
-
-_recipes: list[LinearRecipe] = []
 _NO_DRAWS = RngStep(0, 0)
 
-
-def is_pure(linear_gemms: LinearGemms) -> bool:
-    """Whether the layer's output is a function of only x, weight and bias."""
-    return not linear_gemms.recipe.random and not linear_gemms.histories
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_next_number = count()
 
 
-def operator_key(recipe: LinearRecipe) -> int:
-    """The argument of ``opaque_linear`` that names a recipe within this process; layers of a recipe share it."""
-    if recipe not in _recipes:
-        _recipes.append(recipe)
-    return _recipes.index(recipe)
+def identity_of(layer: Any) -> torch.Tensor:
+    """int64 [1] on the CPU that tells graphs, which layers share, which ``StatefulLayer`` runs."""
+    number = next(_next_number)
+    _layers[number] = layer
+    return torch.tensor([number])
 
 
-def outside_graph(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, called between two graphs."""
-    disabled: Callable[P, R] = torch.compiler.disable(function, reason=REASON)
-    return disabled
+@lru_cache(maxsize=1024)
+def traced_gemms(key: int, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> LinearGemms:
+    """The GEMMs of a graph, of a recipe and a weight; native support depends on the sizes."""
+    gemms = LinearGemms(recipe_of(key), LinearId(0, "compiled"), 0, AmaxHistory, histories={})
+    gemms.backends.wrap(lambda backend: TracedGemms(backend, key))
+    return gemms
 
 
+def traced_pass(identity: torch.Tensor | None, grad: bool) -> torch.Tensor | None:
+    """The pass of a layer that begins, as ``begin_pass``. Activation recomputation saves it: another would draw anew.
+
+    Args:
+        identity: of ``identity_of``; None for a layer without state.
+        grad: whether gradients are enabled.
+    """
+    if identity is None:
+        return None
+    mode = get_proxy_mode()
+    before = 0 if mode is None else len(mode.tracer.graph.nodes)
+    at: torch.Tensor = begin_pass(identity, grad)
+    if mode is not None:
+        for node in list(mode.tracer.graph.nodes)[before:]:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return at
+
+
+def _begin_pass(identity: torch.Tensor, grad: bool) -> torch.Tensor:
+    layer = _layers[int(identity)]
+    # compiled code runs within an autograd function of its own, which turns gradients off
+    within = grad and not torch.is_grad_enabled()
+    with torch.set_grad_enabled(grad or torch.is_grad_enabled()):
+        gemms = layer.begin_pass(own_node=within)
+    return torch.tensor([number_of(gemms.backends), *layer.rng_step])
+
+
+begin_pass = define(
+    "begin_pass",
+    "(Tensor(a!) identity, bool grad) -> Tensor",
+    _begin_pass,
+    lambda identity, grad: torch.empty(3, dtype=torch.int64),
+    "cudagraph_unsafe",
+)
+"""``StatefulLayer.begin_pass``: int64 [3] on the CPU, number of the layer's backends in the pass, step and microbatch.
+
+The mutation of ``identity`` keeps calls in order, and each of them.
+"""
+
+
+# ---- a whole layer as one operator
 def opaque_linear(x_TI: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor | None, key: int) -> torch.Tensor:
-    """y_TO of a pure layer as one operator with a backward pass; ``key`` of ``operator_key``."""
+    """y_TO of a pure layer as one operator with a backward pass; ``key`` of ``recipe_key``.
+
+    A pure layer has no draws and histories. A native one quantizes x again for wgrad, with equal bits.
+    """
     y: torch.Tensor = _linear(x_TI, w_OI, bias_O, key)
     return y
 
@@ -58,7 +102,7 @@ def opaque_linear(x_TI: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor |
 @lru_cache(maxsize=256)
 def _gemms(key: int, shape: torch.Size) -> LinearGemms:
     # native support depends on the sizes; without draws the layer's identity has no effect
-    return LinearGemms(_recipes[key], LinearId(0, "compiled"), 0, AmaxHistory)
+    return LinearGemms(recipe_of(key), LinearId(0, "compiled"), 0, AmaxHistory)
 
 
 @torch.library.custom_op("megatron_lowprec::linear", mutates_args=())
@@ -117,7 +161,7 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, dy):  # type: ignore[no-untyped-def]
     if torch.is_grad_enabled():
-        refuse(f"a compiled layer under recipe {_recipes[ctx.key].name}", "create_graph=True")
+        refuse(f"a compiled layer under recipe {recipe_of(ctx.key).name}", "create_graph=True")
     x, weight = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     grads = _linear_backward(dy.contiguous(), x, weight, ctx.key, *needed)

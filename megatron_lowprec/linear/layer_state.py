@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.compiled import identity_of
 from megatron_lowprec.linear.layer_histories import LayerGroup, LayerHistories
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import SIDES
@@ -46,16 +47,22 @@ class StatefulLayer(nn.Module):
         self.histories, self.passes = LayerHistories(self.weight.device), PassCounter()
         self.group: LayerGroup | None = None
         self.rng_step = RngStep(0, 0)
+        self._identity: torch.Tensor | None = None
 
     def join(self, group: LayerGroup | None) -> None:
         """End steps with the layers of a group; None for a layer of its own, in this process only."""
         if self.added_keys:
             self.group = LayerGroup(distributed=False) if group is None else group
             self.group.add(self)
+            self._identity = identity_of(self)
 
     # ---- passes
-    def begin_pass(self) -> LinearGemms:
-        """Before a forward pass: bring the state up to date. Returns the GEMMs of the pass, at ``rng_step``."""
+    def begin_pass(self, own_node: bool = False) -> LinearGemms:
+        """Before a forward pass: bring the state up to date. Returns the GEMMs of the pass, at ``rng_step``.
+
+        Args:
+            own_node: autograd has made the node of the pass, as it has within compiled code.
+        """
         training, linear_gemms = is_training_pass(self.training), self.linear_gemms
         if self.group is None:
             return linear_gemms
@@ -69,7 +76,7 @@ class StatefulLayer(nn.Module):
                     f"recipe {linear_gemms.recipe.name} draws by the number of a layer's passes, which replays of a "
                     f"CUDA graph would repeat: leave its layers out of the graph"
                 )
-            self.rng_step = RngStep(self.passes.number(training), 0)
+            self.rng_step = RngStep(self.passes.number(training, own_node), 0)
         if not linear_gemms.histories:
             return linear_gemms
         current = self.current_tensors(training)
@@ -145,6 +152,7 @@ class StatefulLayer(nn.Module):
         super().__setstate__(state)
         if self.group is not None:
             self.group.add(self)
+            self._identity = identity_of(self)
             self.histories.belong_to(self.weight)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:

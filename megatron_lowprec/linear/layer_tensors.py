@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +97,7 @@ class SavedForBackward(NamedTuple):
         if rowwise:
             return QuantizedTensor(self.x.shape, self.weight.dtype, spec, self.x, self.x_scale)
         return QuantizedTensor(
-            torch.Size((shape[:-1].numel(), shape[-1])),
+            torch.Size((math.prod(shape[:-1]), shape[-1])),  # numel of a Size would fix tokens that are symbolic
             self.weight.dtype,
             spec,
             columnwise_data=self.x,

@@ -251,7 +251,7 @@ class LinearGemms:
         else:
             matrix = in_memory(dy_TO)
         if bias and db is None:
-            db = matrix.sum(dim=0)
+            db = backend.sum_tokens(matrix)
         return GradOutput(matrix, quantized, db, update_amax)
 
     def gathered_grad_output(self, dy: GradOutput, gather: Gather) -> GradOutput:

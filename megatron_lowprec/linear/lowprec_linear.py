@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.compiled import is_pure, opaque_linear, operator_key, outside_graph
+from megatron_lowprec.linear.backends.traced import recipe_key
+from megatron_lowprec.linear.compiled import opaque_linear, traced_gemms, traced_pass
 from megatron_lowprec.linear.layer_histories import LayerGroup
 from megatron_lowprec.linear.layer_state import StatefulLayer
 from megatron_lowprec.linear.layer_tensors import SavedForBackward, backward_gemms
@@ -40,7 +41,7 @@ def _title(linear_gemms: LinearGemms) -> str:
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, x, weight, bias, linear_gemms: LinearGemms, rng_step: RngStep, update_amax: bool
+        ctx, x, weight, bias, linear_gemms: LinearGemms, rng_step: RngStep | torch.Tensor | None, update_amax: bool
     ):
         with _without_autocast(x):
             y, saved = linear_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=ctx.needs_input_grad[1])
@@ -69,9 +70,11 @@ class LowPrecLayer(StatefulLayer):
     Attributes:
         recipe: the model's recipe, also of a layer that it keeps in the compute dtype.
         gathers_fp8: set by ``enable_fp8_all_gather``.
+        opaque: under torch.compile, be one operator that hides the layer, for debugging; only for a recipe without
+            random draws and delayed scales.
     """
 
-    gathers_fp8 = False
+    gathers_fp8 = opaque = False
 
     bias: nn.Parameter | None
 
@@ -98,9 +101,9 @@ class LowPrecLayer(StatefulLayer):
         self.recipe, linear = recipe, recipe.at(place)
         self.make_state()
         self.linear_gemms = LinearGemms(linear, linear_id, seed, self.histories.of)
+        self._recipe_key = recipe_key(linear)
         self.join(group)
         self._one_rank = one_rank and linear.random
-        self._pure_key = operator_key(linear) if is_pure(self.linear_gemms) else None
 
     @property
     def weight_OI(self) -> torch.Tensor:  # noqa: N802 - a shape suffix
@@ -137,11 +140,20 @@ class LowPrecLayer(StatefulLayer):
         flat = x.reshape(-1, x.shape[-1])
         if not torch.compiler.is_compiling():
             y = _run(self, flat, weight, bias)
-        elif self._pure_key is None or self.gathers_fp8:
+        elif self.gathers_fp8:
             y = _run_outside_graph(self, flat, weight, bias)
+        elif self.opaque and self.group is None:
+            y = opaque_linear(flat, weight, bias, self._recipe_key)
         else:
-            y = opaque_linear(flat, weight, bias, self._pure_key)
+            grad = torch.is_grad_enabled()
+            y = _traced(flat, weight, bias, self._recipe_key, self._identity, grad, self.training and grad)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def begin_pass(self, own_node: bool = False) -> LinearGemms:
+        """As ``StatefulLayer``."""
+        if self._one_rank:
+            _check_one_rank()
+        return super().begin_pass(own_node)
 
     def _check_gathered(self, weight: torch.Tensor, kind: str) -> None:
         name = self.linear_gemms.linear_id.name
@@ -162,15 +174,12 @@ class LowPrecLayer(StatefulLayer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self._pure_key is not None:  # the key of another process
-            self._pure_key = operator_key(self.linear_gemms.recipe)
+        recipe_key(self.linear_gemms.recipe)  # another process may have the layer's first
 
 
 def _run(layer: LowPrecLayer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """y_TO of x_TI and the weight [O, I], with draws and amax histories."""
     layer.histories.to(x.device)  # a wrapper may have moved the weight without a call of the layer
-    if layer._one_rank:
-        _check_one_rank()
     linear_gemms = layer.begin_pass()
     # a pass in training without gradients is recorded by its recomputation
     update_amax = layer.training and torch.is_grad_enabled()
@@ -180,7 +189,24 @@ def _run(layer: LowPrecLayer, x: torch.Tensor, weight: torch.Tensor, bias: torch
     return y
 
 
-_run_outside_graph = outside_graph(_run)
+_run_outside_graph = torch.compiler.disable(_run, reason="FSDP2 gathers the codes of a weight outside the graph")
+
+
+@torch.compiler.allow_in_graph
+def _traced(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    key: int,
+    identity: torch.Tensor | None,
+    grad: bool,
+    update_amax: bool,
+) -> torch.Tensor:
+    """``_run`` as the compiler traces it; ``key`` of ``recipe_key``, ``identity`` and ``grad`` of ``traced_pass``."""
+    linear_gemms = traced_gemms(key, weight.device, weight.dtype, tuple(weight.shape))
+    at = traced_pass(identity, grad)
+    y: torch.Tensor = _LinearFunction.apply(x, weight, bias, linear_gemms, at, update_amax)
+    return y
 
 
 def _check_one_rank() -> None:

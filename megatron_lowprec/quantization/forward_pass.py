@@ -32,7 +32,7 @@ def is_training_pass(training: bool) -> bool:
 
 
 class _Pass(NamedTuple):
-    """A pass in a checkpoint: the number of the next autograd node, its own number, and its part of the model.
+    """A pass in a checkpoint: the number of its autograd node, its own number, and its part of the model.
 
     ``part`` refers to the hooks on saved tensors of a checkpoint that is not reentrant; None for a reentrant one.
     """
@@ -50,10 +50,10 @@ class _Passes:
         self._recomputing: tuple[int, int, Any] | None = None
         self._next = 0
 
-    def append(self, number: int) -> None:
+    def append(self, number: int, own_node: bool) -> None:
         part = _checkpoint() if torch.is_grad_enabled() else None
         if part is not None or not torch.is_grad_enabled():
-            self.first.append(_Pass(torch.autograd._get_sequence_nr(), number, part))
+            self.first.append(_Pass(torch.autograd._get_sequence_nr() - own_node, number, part))
 
     def recomputed(self) -> int | None:
         """The number of the pass that is recomputed; None for a pass that is no recomputation."""
@@ -97,11 +97,12 @@ class PassCounter:
         """Without passes of this process that may be recomputed."""
         return {"count": self.count, "_passes": []}
 
-    def number(self, training: bool) -> int:
+    def number(self, training: bool, own_node: bool = False) -> int:
         """The number of the forward pass that begins; in evaluation that of the next one in training.
 
         Args:
             training: ``is_training_pass``.
+            own_node: whether the pass runs within its own autograd node, instead of before it.
         """
         depth = _depth()
         while len(self._passes) <= depth:
@@ -111,7 +112,7 @@ class PassCounter:
             number = self.count
             self.count += training
         if training:
-            self._passes[depth].append(number)
+            self._passes[depth].append(number, own_node)
         return number
 
 

@@ -12,7 +12,6 @@ PER_BLOCK = {LlamaBlock: 7, Gpt2Block: 4}
 forms = pytest.mark.parametrize("block", [LlamaBlock, Gpt2Block])
 CONVERTIBLE = [n for n in recipes() if not (get_recipe(n).changes_training or get_recipe(n).phases)]
 EACH_TIME = [name for name in CONVERTIBLE if name not in ("mxfp8_2d", "nvfp4_all", "nvfp4_four_over_six")]
-PURE = [name for name in CONVERTIBLE if not get_recipe(name).random and not get_recipe(name).delayed_operands()]
 
 
 def converted(model: nn.Module) -> list[str]:

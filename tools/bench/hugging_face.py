@@ -98,6 +98,7 @@ class ModelCase:
 
 CASES = {
     "llama": ModelCase("llama", 2048, 8192, 32, 8, 8, 32000, 2048, 4),  # layers of Llama 3.2 1B
+    "llama_8b": ModelCase("llama", 4096, 14336, 32, 8, 4, 32000, 2048, 4),  # 4 layers of Llama 3 8B
     "gpt2": ModelCase("gpt2", 2048, 8192, 32, 32, 8, 50304, 1024, 8),  # layers of gpt_1.3b
     # layers of deepseek_16b's sizes, with Qwen3's attention
     "qwen3_moe": ModelCase("qwen3_moe", 2048, 1408, 16, 4, 2, 32000, 2048, 4, experts=64, topk=6),

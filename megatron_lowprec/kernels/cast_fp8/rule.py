@@ -1,5 +1,6 @@
 """FP8 cast rules, and the constants of the kernels compiled for them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 
 from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.format_dtypes import DTYPES
+from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE
 from megatron_lowprec.kernels.quantize.rule import converts_fp8
 from megatron_lowprec.scaling import GRANULARITIES, SCALE_RULES
 
@@ -70,6 +72,9 @@ class CastConstants(NamedTuple):
     WHOLE: bool = False
 
 
+_BLOCK = 128
+
+
 class Fp8Cast(NamedTuple):
     """FP8 data and fp32 decode scales of [M, N], rowwise, columnwise or both; None where not requested.
 
@@ -108,6 +113,35 @@ class Fp8Rule:
     def dtype(self) -> torch.dtype:
         """Dtype of the codes."""
         return DTYPES[self.fmt.name]
+
+    def padded_rows(self, rows: int) -> tuple[int, int]:
+        """Rows of rowwise data, and length of columnwise data, of a matrix with ``rows`` rows."""
+        unit = _BLOCK if self.granularity in ("1x128", "128x128") else ROW_MULTIPLE
+        padded = -(-rows // unit) * unit
+        # cuBLAS requires the columns of 1x128 scales in multiples of 16 bytes
+        return padded if self.granularity == "1x128" else rows, padded
+
+    def empty(self, shape: torch.Size, device: torch.device, *, rowwise: bool, columnwise: bool) -> Fp8Cast:
+        """Empty data and scales of a cast of a matrix."""
+        height, padded = self.padded_rows(shape[0])
+        by_rows = self._empty(height, shape[1], device) if rowwise else (None, None)
+        return Fp8Cast(*by_rows, *(self._empty(shape[1], padded, device) if columnwise else (None, None)))
+
+    def _empty(self, height: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        data = torch.empty((height, length), dtype=self.dtype, device=device)
+        blocks = -(-length // _BLOCK)
+        if self.granularity == "1x128":
+            return data, torch.empty((blocks, height), dtype=torch.float32, device=device).t()
+        make: Callable[..., torch.Tensor] = torch.empty
+        if self.granularity == "tensor":
+            size = (1, 1)
+        elif self.granularity == "row":
+            size = (height, 1)
+        else:
+            size = (-(-height // _BLOCK), -(-blocks // 4) * 4)
+            # unused padding of scales; zeros, so that it is not NaN by chance
+            make = torch.zeros if blocks % 4 else make
+        return data, make(size, dtype=torch.float32, device=device)
 
     def constants(
         self,

@@ -6,7 +6,6 @@ and writing both moves 4 bytes an entry. A ``CastPrologue`` computes the matrix 
 or an activation is never in memory.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ from megatron_lowprec.kernels.cast_fp8.prologue import KINDS, CastPrologue, Kind
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule
 from megatron_lowprec.kernels.cast_fp8.tiles import cast_rows, cast_words
 from megatron_lowprec.kernels.cast_fp8.triton_ops import BLOCK_128X128, TENSOR
-from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE
 from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.tuning import Tuned
 
@@ -138,21 +136,14 @@ def cast_fp8(
     device = first.device
     if kernel is None:
         kernel = rule.kernels[key] = _CastKernel(rule, device, *key)
-    blocks = rule.granularity in ("1x128", "128x128")
-    padded_M = -(-M // _BLOCK) * _BLOCK if blocks else -(-M // ROW_MULTIPLE) * ROW_MULTIPLE
-    # cuBLAS requires the columns of 1x128 scales in multiples of 16 bytes
-    height = padded_M if rule.granularity == "1x128" else M
-    row_data = row_scale = column_data = column_scale = partials = None
-    if rowwise:
-        row_data, row_scale = _allocate(rule, height, N, device)
-    if columnwise:
-        column_data, column_scale = _allocate(rule, N, padded_M, device)
+    made, partials = rule.empty(source.shape, device, rowwise=rowwise, columnwise=columnwise), None
+    height, padded_M = rule.padded_rows(M)
     if sums:
         partials = torch.empty((1, -(-padded_M // kernel.tilings[0].rows), N), dtype=torch.float32, device=device)
     # placeholders for absent tensors, which the kernel does not access
     arguments = (
         *source.arguments(),
-        *(first if tensor is None else tensor for tensor in (row_data, row_scale, column_data, column_scale)),
+        *(first if tensor is None else tensor for tensor in made[:4]),
         *(first if tensor is None else tensor for tensor in (amax, observed, partials)),
         M,
         height,
@@ -171,29 +162,7 @@ def cast_fp8(
         tiling = kernel.tuned.choose(M * N, launch, device, below=(M * N).bit_length())
     specialized, programs = kernel.at(tiling, M, padded_M, N)
     specialized.launch(programs, device, arguments, specialized_on)
-    if rule.granularity == "1x128":
-        row_scale = None if row_scale is None else row_scale.t()
-        column_scale = None if column_scale is None else column_scale.t()
-    summed = None if partials is None else sum_partials(partials, first.dtype)[0]
-    return Fp8Cast(row_data, row_scale, column_data, column_scale, summed)
-
-
-def _allocate(rule: Fp8Rule, height: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Empty data [height, length] and scales in the kernel's layout: those of 1x128 blocks are transposed."""
-    blocks = -(-length // _BLOCK)
-    make: Callable[..., torch.Tensor] = torch.empty
-    if rule.granularity == "tensor":
-        size = (1, 1)
-    elif rule.granularity == "row":
-        size = (height, 1)
-    elif rule.granularity == "1x128":
-        size = (blocks, height)
-    else:
-        size = (-(-height // _BLOCK), -(-blocks // 4) * 4)
-        # unused padding of scales; zeros, so that it is not NaN by chance
-        make = torch.zeros if blocks % 4 else make
-    data = torch.empty((height, length), dtype=rule.dtype, device=device)
-    return data, make(size, dtype=torch.float32, device=device)
+    return made if partials is None else made._replace(sums=sum_partials(partials, first.dtype)[0])
 
 
 @lru_cache(maxsize=2)

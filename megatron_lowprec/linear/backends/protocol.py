@@ -93,12 +93,14 @@ class GemmBackend(ABC):
             quantized before both GEMMs; else for each GEMM, so that only one direction is in memory.
         one_cast: tensors that one cast may quantize for both GEMMs that use them; these share its spec.
         caches_primary: GEMMs whose operand ``primary_weight`` copies, so that it is cached for a step.
+        one_weight_amax: fprop and dgrad share one current scale of w, by its amax.
     """
 
     name: str
     fuses_producer = False
     one_cast: frozenset[str] = frozenset()
     caches_primary: frozenset[str] = frozenset()
+    one_weight_amax = False
 
     @abstractmethod
     def __init__(self, context: LayerContext) -> None: ...
@@ -118,6 +120,14 @@ class GemmBackend(ABC):
             tensor: "input", "weight" or "grad_output". ``SIDES`` lists the GEMMs that contract its rows and columns.
             amax: for a current scale, if known.
         """
+
+    def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor | None:
+        """What ``quantize`` returns for a matrix of this size, dtype and device, with data and scales not filled.
+
+        A compiler computes sizes by it; tokens may be symbolic. None for views of the matrix. The backend of a layer
+        under torch.compile must have it.
+        """
+        raise NotImplementedError(f"backend {self.name} has no sizes for torch.compile")
 
     @abstractmethod
     def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -155,6 +165,10 @@ class GemmBackend(ABC):
             bias: [O], added to the product of fprop.
         """
 
+    def traces_gemm(self, name: str) -> bool:
+        """Whether torch.compile traces a GEMM, one product of torch; else it becomes an operator."""
+        return False
+
     def fuses_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
         """Whether one cast quantizes this matrix of ``one_cast`` for both GEMMs."""
         return True
@@ -166,6 +180,10 @@ class GemmBackend(ABC):
     def accepts_split_input(self, tensor: str) -> bool:
         """Whether the cast for both GEMMs, which share a spec, reads a ``CastPrologue`` of several tensors."""
         return False
+
+    def sum_tokens(self, dy_TO: torch.Tensor) -> torch.Tensor:
+        """Gradient of a bias [O], where no cast sums."""
+        return dy_TO.sum(dim=0)
 
     def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
         """fp32 [1] over the ranks that hold parts, if fprop and dgrad share one current scale of w; else None."""

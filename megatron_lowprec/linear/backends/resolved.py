@@ -41,10 +41,11 @@ class LayerBackends:
     Attributes:
         resolved: for tokens; until ``resolve`` that of an expert without tokens.
         one_spec: for each tensor, whether both GEMMs that use it quantize it alike.
+        context: of the layer.
     """
 
     def __init__(self, context: LayerContext, emulate: Emulate) -> None:
-        self._context, self._emulate, self._built = context, emulate, dict[str, GemmBackend]()
+        self.context, self._emulate, self._built = context, emulate, dict[str, GemmBackend]()
         gemms = context.recipe.gemms
         specs = {tensor: [getattr(gemms[gemm], tensor) for gemm in sides] for tensor, sides in SIDES.items()}
         self.one_spec = {tensor: by_row == by_column for tensor, (by_row, by_column) in specs.items()}
@@ -56,8 +57,8 @@ class LayerBackends:
         """Select the backend of each GEMM by the table, once for a device and dtype; UserError for fp16."""
         key = (w_OI.device, w_OI.dtype)
         if self._resolved_for != key:
-            recipe = self._context.recipe
-            check_dtype(recipe, w_OI.dtype, self._context.layer_amax.linear_id.path)
+            recipe = self.context.recipe
+            check_dtype(recipe, w_OI.dtype, self.context.layer_amax.linear_id.path)
             dtype = str(w_OI.dtype).removeprefix("torch.")
             target = Target(arch_of(w_OI.device), w_OI.shape[1], w_OI.shape[0], dtype)
             self.resolved = self._of(resolve(recipe, target, self._emulate))
@@ -70,14 +71,19 @@ class LayerBackends:
     def built(self, name: str) -> GemmBackend:
         """The backend of a row of the table, whether or not a GEMM resolves to it."""
         if name not in self._built:
-            self._built[name] = construct.dense(name, self._context)
+            self._built[name] = construct.dense(name, self.context)
         return self._built[name]
+
+    def wrap(self, wrap: Callable[[GemmBackend], GemmBackend]) -> dict[str, GemmBackend]:
+        """Replace all backends by wrappers of them; returns those by name."""
+        own = {row.name: self.built(row.name) for row in BACKENDS}
+        self._use({name: wrap(backend) for name, backend in own.items()})
+        return own
 
     @contextmanager
     def wrapped(self, wrap: Callable[[GemmBackend], GemmBackend]) -> Iterator[None]:
         """Temporarily replace all backends by wrappers of them."""
-        own = {row.name: self.built(row.name) for row in BACKENDS}
-        self._use({name: wrap(backend) for name, backend in own.items()})
+        own = self.wrap(wrap)
         try:
             yield
         finally:

@@ -37,6 +37,8 @@ from megatron_lowprec.quantization.token_rows import stored_codes
 from megatron_lowprec.quantization.transform import Transform
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, HadamardSpec, QuantSpec
 
+_UNDRAWN = RngStep(0, 0)  # of a transform of which only the sizes are read
+
 
 class EmulatedGemms(GemmBackend):
     """``GemmBackend`` for any device; quantizes by the reference or by the fused MX kernel.
@@ -128,6 +130,34 @@ class EmulatedGemms(GemmBackend):
         else:
             data = data.to(DTYPES.get(spec.format, matrix.dtype) if codes else matrix.dtype)
         return _quantized(matrix, spec, rowwise, data, transform, None if folds else scale, of_tensor), None
+
+    def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor | None:
+        """As ``GemmBackend``."""
+        made: QuantizedTensor | None = None
+        for name, columnwise in zip(SIDES[tensor], (False, True), strict=True):
+            transform, spec = self.transform(name, _UNDRAWN), self.specs[name, tensor]
+            if not (request.columnwise if columnwise else request.rowwise) or (spec is None and transform is None):
+                continue
+            rows, length = reversed(matrix.shape) if columnwise else matrix.shape
+            block = 1 if transform is None else transform.block
+            size, operand = (rows, -(-length // block) * block), matrix.t() if columnwise else matrix
+            rule = None if spec is None else mx_rule(spec, _transform_spec(transform))
+            by_columns = fuses_mx(operand, rule, block) and operand.stride(1) != 1  # which the kernel writes transposed
+            data = matrix.new_empty(size[::-1]).t() if by_columns else matrix.new_empty(size)
+            scale = of_tensor = None
+            if spec is not None and not (spec.folds_scale and name not in self.products):
+                dtype = torch.float32 if spec.scale_format == "fp32" else torch.uint8
+                scale = data.new_empty(_whole_blocks(data, block_sizes(spec, data)), dtype=dtype)
+            if spec is not None and spec.tensor_scale is not None:
+                of_tensor = data.new_empty(_whole_blocks(data, spec.outer_block or data.shape), dtype=torch.float32)
+            one = _quantized(matrix, spec, not columnwise, data, transform, scale, of_tensor)
+            if made is None:
+                made = one
+            else:
+                made.columnwise_data, made.columnwise_scale = one.columnwise_data, one.columnwise_scale
+                made.columnwise_tensor_scale = one.columnwise_tensor_scale
+                made.columnwise_transform = one.columnwise_transform
+        return made
 
     def _of_fprop(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
         """fp32 values of fprop's operand. Beside a tensor scale they are dequantized from codes: one rounding less."""
@@ -294,6 +324,10 @@ class EmulatedGemms(GemmBackend):
             "tensor_amax": self._known_amax(tensor, spec),
             "reduce_amax": self.reduction(name, tensor),
         }
+
+
+def _whole_blocks(data: torch.Tensor, block: tuple[int, int]) -> tuple[int, int]:
+    return -(-data.shape[0] // block[0]), -(-data.shape[1] // block[1])
 
 
 def _transform_block(*transforms: Transform | None) -> int:

@@ -25,7 +25,7 @@ from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
-from megatron_lowprec.recipe.schema import QuantSpec
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
 
 
 class HopperFp8Gemms(GemmBackend):
@@ -99,6 +99,13 @@ class HopperFp8Gemms(GemmBackend):
         )
         return QuantizedTensor(matrix.shape, matrix.dtype, spec, *cast[:4]), cast.sums
 
+    def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor:
+        """As ``GemmBackend``."""
+        rowwise, columnwise, *_ = request
+        spec = self._specs[tensor, not rowwise]
+        made = rule_of(spec).empty(matrix.shape, matrix.device, rowwise=rowwise, columnwise=columnwise)
+        return QuantizedTensor(matrix.shape, matrix.dtype, spec, *made[:4])
+
     def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As ``GemmBackend``: the codes, or their transpose with tokens zero-padded to the GEMM's multiple."""
         codes, scale = quantized.rowwise()
@@ -124,12 +131,24 @@ class HopperFp8Gemms(GemmBackend):
         """As ``GemmBackend``."""
         return self._specs[tensor, False].granularity != "row"
 
-    def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
+    def traces_gemm(self, name: str) -> bool:
+        """As ``GemmBackend``; Inductor finds out the blocks of scales by their sizes, which are padded here."""
+        # torch may not know the sizes of its product, as 2.13 does
+        if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "Meta"):
+            return False
+        return all(self._specs[tensor, SIDES[tensor][1] == name].block is None for tensor in GEMM_OPERANDS[name])
+
+    @property
+    def one_weight_amax(self) -> bool:
         """As ``GemmBackend``."""
         spec = self._specs.get(("weight", False))
         if spec is None or spec != self._specs.get(("weight", True)):
-            return None
-        if (spec.granularity, spec.scaling) != ("tensor", "current"):
+            return False
+        return (spec.granularity, spec.scaling) == ("tensor", "current")
+
+    def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
+        """As ``GemmBackend``."""
+        if not self.one_weight_amax:
             return None
         amax: torch.Tensor = load("cast_fp8").amax_of(w_OI if w_OI.stride(1) == 1 else w_OI.contiguous(), vectors=False)
         return amax if self._amax.reduce is None else self._amax.reduce(amax)

@@ -1,0 +1,299 @@
+"""Compiled layers: one graph, the bits of eager mode, no recompilation, state, and what the generated code contains."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
+
+from megatron_lowprec import KeepBf16, LowPrecLinear, convert, get_recipe
+from megatron_lowprec.kernels.cast_fp8 import reference as cast_reference
+from megatron_lowprec.linear.backends import resolved
+from megatron_lowprec.linear.backends.hopper_fp8 import dense
+from megatron_lowprec.linear.backends.protocol import CastRequest
+from megatron_lowprec.linear.backends.traced import recipe_key
+from megatron_lowprec.linear.compiled import opaque_linear
+from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.recipe.layer_match import Layer
+from tests.linear.conversions import CONVERTIBLE, forms
+from tests.linear.layers import NAMES
+from tests.linear.tiny_models import Conv1D, build, train
+from tests.weekly import each_kind
+
+pytestmark = pytest.mark.slow
+
+
+class Pair(nn.Module):
+    """Two layers, and nothing between that a compiler could round otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(128, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x)
+
+
+class Pairs(nn.Module):
+    """``recompute`` is "", "reentrant" or "not reentrant"."""
+
+    def __init__(self, recompute: str = "") -> None:
+        super().__init__()
+        self.recompute, self.layers = recompute, nn.ModuleList([Pair(), Pair()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for pair in self.layers:
+            x = checkpoint(pair, x, use_reentrant=self.recompute == "reentrant") if self.recompute else pair(x)
+        return x
+
+
+def whole(name: str) -> Any:
+    """The recipe without layers that stay in bf16."""
+    return replace(get_recipe(name), keep_bf16=KeepBf16(), rules=())
+
+
+def converted(name: str, model: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return convert(model().to(dtype), whole(name))
+
+
+def steps_of(
+    model: nn.Module, steps: int, tokens: tuple[int, ...] = (64,), passes: int = 1, evaluates: bool = False
+) -> list[torch.Tensor]:
+    """Outputs and gradients, then the state; ``tokens`` of the passes in turn. No step after the second compiles."""
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+    generator, found = torch.Generator().manual_seed(1), []
+    dtype = next(model.parameters()).dtype
+    for step in range(steps):
+        with torch._dynamo.config.patch(error_on_recompile=step > 1):
+            optimizer.zero_grad()
+            ys = []
+            for index in range(passes):
+                x = torch.randn(tokens[(step * passes + index) % len(tokens)], 128, generator=generator).to(dtype)
+                ys.append((x.requires_grad_(), model(x)))
+            for x, y in ys:  # all forward passes come first, as in a pipeline
+                y.backward(y.detach())
+                found += [y.detach(), x.grad]
+            found += [each.grad.clone() for each in model.parameters() if each.grad is not None]
+            optimizer.step()
+            if evaluates:
+                model.eval()
+                with torch.no_grad():
+                    found.append(model(x))
+                model.train()
+    return found + list(model.state_dict().values())
+
+
+def equal(found: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    return len(found) == len(want) and all(map(torch.equal, found, want))
+
+
+@pytest.mark.parametrize("name", each_kind(CONVERTIBLE))
+def test_bits_of_eager_mode(name: str) -> None:
+    """20 steps with different numbers of tokens, in two graphs: of the first number, and of any."""
+    tokens = (64, 96, 128)
+    want = steps_of(converted(name, Pair), 20, tokens)
+    model, backend = converted(name, Pair), CompileCounterWithBackend("aot_eager")
+    model.compile(backend=backend, fullgraph=True)
+    assert equal(steps_of(model, 20, tokens), want)
+    assert backend.frame_count == 2
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "reentrant checkpoint": {"recompute": "reentrant"},
+    "checkpoint": {"recompute": "not reentrant"},
+    "reentrant checkpoint of compiled parts": {"recompute": "reentrant", "parts": True},
+    "checkpoint of compiled parts": {"recompute": "not reentrant", "parts": True},
+    "two passes in flight": {"passes": 2},
+    "frozen layer": {"frozen": True},
+    "evaluation between steps": {"evaluates": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["fp8_delayed", "mxfp4_rht_sr"])
+def test_state_in_a_graph(name: str, case: str) -> None:
+    """Draws and amaxes are those of eager mode, however passes are repeated, or left out."""
+    options = {"recompute": "", "parts": False, "frozen": False, **CASES[case]}
+    recompute, parts, frozen = (options.pop(key) for key in ("recompute", "parts", "frozen"))
+    found = []
+    for compiles in (False, True):
+        model = converted(name, lambda: Pairs(recompute))
+        model.layers[0].requires_grad_(not frozen)
+        for module in () if not compiles else model.layers if parts else (model,):
+            module.compile(backend="aot_eager", fullgraph=True)
+        found.append(steps_of(model, 3, **options))
+    assert equal(found[1], found[0])
+
+
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resolve native backends on the CPU: casts by their reference, products by torch's scaled GEMM."""
+    monkeypatch.setattr(resolved, "arch_of", lambda _: "sm90")
+    monkeypatch.setattr(dense, "load", lambda _: cast_reference)
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed"])
+def test_a_native_layer_is_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes, scales and products are eager mode's, in two graphs for any number of tokens."""
+    on_hopper(monkeypatch)
+    tokens = (64, 96, 128)
+    want = steps_of(converted(name, Pair, torch.bfloat16), 3, tokens)
+    model, backend = converted(name, Pair, torch.bfloat16), CompileCounterWithBackend("aot_eager")
+    model.compile(backend=backend, fullgraph=True)
+    assert equal(steps_of(model, 3, tokens), want)
+    assert backend.frame_count == 2
+
+
+OURS = re.compile(r"= torch\.ops\.megatron_lowprec\.(\w+)")
+
+
+@pytest.mark.parametrize(
+    ("name", "native", "casts", "others"),
+    [
+        ("fp8_current", True, 4, set()),
+        ("mxfp8", False, 6, {"product", "sum_tokens"}),
+        ("mxfp4_rht_sr", False, 4, {"begin_pass", "product", "sum_tokens"}),
+    ],
+)
+def test_generated_code(name: str, native: bool, casts: int, others: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's code has the casts and the products, and no operator that hides a layer."""
+    if native:
+        on_hopper(monkeypatch)
+    dtype = torch.bfloat16 if native else torch.float32
+    want = steps_of(converted(name, One, dtype), 2)
+    model = converted(name, One, dtype)
+    model.compile(fullgraph=True)
+    found, codes = run_and_get_code(steps_of, model, 2)
+    ours = OURS.findall("\n".join(codes))
+    assert sum(each.startswith("cast") for each in ours) == casts
+    assert {each for each in ours if not each.startswith("cast")} == others
+    if native:  # whose products a CPU sums in another order
+        assert len(re.findall(r"\._scaled_mm\w*\(", "\n".join(codes))) == 3
+    else:
+        assert equal(found, want)
+        assert ours.count("product") == 3
+
+
+def layout(tensors: QuantizedTensor) -> dict[str, Any]:
+    found = {name: getattr(tensors, name) for name in tensors.__slots__}
+    return {
+        name: (each.shape, each.dtype, each.stride()) if isinstance(each, torch.Tensor) else each
+        for name, each in found.items()
+    }
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_sizes_are_those_of_the_cast(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler is told shape, dtype and strides of what a cast returns."""
+    if native:
+        on_hopper(monkeypatch)
+    for name in ("fp8_current", "fp8_rowwise", "fp8_blockwise") if native else NAMES:
+        recipe = get_recipe(name).at(Layer(4, "up", 8))
+        backend = LinearGemms(recipe, LinearId(1, "x"), 0, AmaxHistory).backends.built(
+            "hopper_fp8" if native else "emulated"
+        )
+        for tensor, shape in (("input", (200, 256)), ("weight", (384, 256)), ("grad_output", (200, 384))):
+            for rowwise in (True, False):
+                request = CastRequest(rowwise, not rowwise, update_amax=False)
+                matrix = torch.randn(shape).bfloat16()
+                made = backend.empty(tensor, matrix, request)
+                if made is not None:
+                    cast = backend.quantize(tensor, matrix, RngStep(0, 0), request)[0]
+                    assert layout(made) == layout(cast), (name, tensor, rowwise)
+
+
+@forms
+@pytest.mark.parametrize("name", ["fp8_current", "mxfp4_rht_sr"])
+def test_a_compiled_model(name: str, block: type[nn.Module]) -> None:
+    """One graph; the compiler rounds norms and activations otherwise, in the last bits of fp32."""
+    torch._dynamo.reset()
+    model = convert(build(block), name)
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert train(model, 3) == pytest.approx(train(convert(build(block), name), 3), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "mxfp4_rht_sr"])
+def test_blocks_compiled_one_by_one_share_their_graph(name: str) -> None:
+    """Layers of one recipe and size have one, with their own draws and amaxes."""
+    torch._dynamo.reset()
+    model = convert(build(blocks=4), name)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for layer in model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        assert train(model, 2) == pytest.approx(train(convert(build(blocks=4), name), 2), rel=1e-4)
+
+
+def test_an_opaque_layer(generator: torch.Generator) -> None:
+    """One operator; gradients only of what needs one, none in evaluation."""
+    key, w = recipe_key(get_recipe("mxfp8").at(Layer(1, "linear", None))), torch.randn(64, 32, generator=generator)
+    for need in range(8):
+        x = torch.randn(32, 32, generator=generator).requires_grad_(bool(need & 1))
+        weight, bias = w.clone().requires_grad_(bool(need & 2)), torch.zeros(64).requires_grad_(bool(need & 4))
+        layer = LowPrecLinear(32, 64, recipe="mxfp8")
+        layer.weight, layer.bias = (nn.Parameter(t.detach(), t.requires_grad) for t in (weight, bias))
+        other = x.detach().clone().requires_grad_(x.requires_grad)
+        y, want = opaque_linear(x, weight, bias, key), layer(other)
+        assert torch.equal(y, want)
+        if need:
+            y.sum().backward()
+            want.sum().backward()
+        for got, grad in ((x, other.grad), (weight, layer.weight.grad), (bias, layer.bias.grad)):
+            assert (got.grad is None) == (grad is None)
+            assert grad is None or torch.equal(got.grad, grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp4_rht_sr"]
+)
+def test_compiled_layers_on_a_gpu(name: str) -> None:
+    """Codes, scales and gradients of eager mode; the generated code has casts and products, and hides no layer."""
+    found: list[list[torch.Tensor]] = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128), Conv1D(128, 128))
+        convert(model.to("cuda", torch.bfloat16), whole(name), skip_slower=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def run(model: nn.Module = model, optimizer: Any = optimizer) -> list[torch.Tensor]:
+            tensors = []
+            for step in range(3):
+                x = torch.randn(256, 128, generator=torch.Generator().manual_seed(step)).to("cuda", torch.bfloat16)
+                optimizer.zero_grad()
+                y = model(x.requires_grad_())
+                y.backward(y.detach())
+                tensors += [y.detach(), x.grad, *(each.grad.clone() for each in model.parameters())]
+                optimizer.step()
+            return tensors
+
+        if compiles:
+            model.compile(fullgraph=True)
+            tensors, codes = run_and_get_code(run)
+            ours = set(OURS.findall("\n".join(codes)))
+            assert "linear" not in ours
+            assert ours & {"cast", "cast_with_state"}
+            found.append(tensors)
+        else:
+            found.append(run())
+    assert all(map(torch.equal, *found))

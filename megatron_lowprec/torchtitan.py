@@ -18,7 +18,7 @@ from torchtitan.tools.logging import logger
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.convert import plan
-from megatron_lowprec.linear.layer_histories import LayerGroup, check_common_step
+from megatron_lowprec.linear.layer_histories import LayerGroup, check_common_step, spans_ranks
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.lowprec_linear import LowPrecLinear
 from megatron_lowprec.recipe.layer_match import Layer
@@ -88,7 +88,8 @@ class LowPrecConverter(QuantizationConverter):
             device="cuda" if torch.cuda.is_available() else "cpu",
             dtype=getattr(torch, options.dtype),
         )
-        check_common_step(conversion.recipe.delayed_operands().values(), None)
+        if spans_ranks(None):
+            check_common_step(conversion.recipe.delayed_operands().values())
         group = LayerGroup()
         places = conversion.places
         found = [node for node in model_config.traverse(Linear.Config) if node[0] in places]

@@ -105,6 +105,11 @@ class LinearGemms:
         options: dict[str, Any] = {"linear_id": linear_id, "reduce_amax": reduce_amax, "histories": self.histories}
         return self._with(self.recipe, emulate_accumulator=self._fp8_sums, **options)
 
+    @property
+    def is_pure(self) -> bool:
+        """Whether the layer's output is a function of only x, weight and bias: no draws and no histories."""
+        return not self.recipe.random and not self.histories
+
     def unrecorded(self, current: frozenset[str] = frozenset()) -> "LinearGemms":
         """The layer for passes that record no amax and gather no codes; tensors in ``current`` get current scales."""
         if current not in self._unrecorded:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.compiled import is_pure
 from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.linear.layer_histories import LayerGroup, LayerHistories
 from megatron_lowprec.linear.layer_state import StatefulLayer
@@ -150,7 +149,7 @@ class ExpertLinear(StatefulLayer):
 
         first = gemms_of(0)
         # nothing tells the others apart without draws and histories
-        experts = [first] * number if is_pure(first) else [first, *map(gemms_of, range(1, number))]
+        experts = [first] * number if first.is_pure else [first, *map(gemms_of, range(1, number))]
         self.linear_gemms: Any = ExpertGemms(experts, self.histories)
         self.join(group)
         self._one_rank = one_rank and linear.random

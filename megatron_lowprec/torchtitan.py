@@ -91,7 +91,7 @@ class LowPrecConverter(QuantizationConverter):
         if spans_ranks(None):
             check_common_step(conversion.recipe.delayed_operands().values())
         group = LayerGroup()
-        places = conversion.places
+        places = conversion.converted
         found = [node for node in model_config.traverse(Linear.Config) if node[0] in places]
         if not found:
             reasons = conversion.lines_of_excluded(False) + conversion.lines_of_excluded(True)

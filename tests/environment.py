@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PLACE_IN_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets and, without it, the driver does, also for later tests of a process."""
 
 
 def python_path() -> dict[str, str]:

@@ -66,6 +66,8 @@ _FOR = {
     "datasets": "no streams of Hugging Face's hub",
     "zstd": "no .jsonl.zst files",
     "sentencepiece": "no SentencePieceTokenizer",
+    "peft": "no LoRA by peft, no Trainer of Hugging Face",
+    "torchtitan": "no converter for torchtitan",
 }
 
 

@@ -38,8 +38,7 @@ M = TypeVar("M", bound=nn.Module)
 Filter = Callable[[str, nn.Module], bool]
 
 _HEADS, _ROUTERS = ("lm_head", "embed_out"), ("gate", "router")
-# subclasses of nn.Linear with its forward pass
-_AS_LINEAR = {("torch.nn.modules.linear", "Linear"), ("torchtitan.models.common.linear", "Linear")}
+_AS_LINEAR = {("torch.nn.modules.linear", "Linear"), ("torchtitan.models.common.linear", "Linear")}  # forward passes
 # by name: importing the wrappers takes longer than the conversion
 _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel(model)",
@@ -58,10 +57,7 @@ class Exclusion(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """A linear layer by its path, and its position in a stack of blocks: ``stack.<number - 1>.name``, or number 0.
-
-    ``plain_path`` and ``name`` are those without the wrappers of adapters.
-    """
+    """A linear layer by its path, and its position in a stack of blocks: ``stack.<number - 1>.name``, or number 0."""
 
     path: str
     module: Any
@@ -71,7 +67,7 @@ class _Layer(NamedTuple):
     number: int
     num_layers: int
     name: str
-    plain_path: str
+    plain_path: str  # as ``name``, without the wrappers of adapters
 
     @property
     def place(self) -> Layer:
@@ -85,23 +81,18 @@ class Conversion:
 
     Attributes:
         recipe: the recipe.
-        places: of the layers that follow it, by path.
+        converted: path of each layer that follows it -> its place.
         excluded: path of each other linear layer -> the reason.
         execution: lines that name native and emulated GEMMs.
     """
 
     recipe: Recipe
-    places: Mapping[str, Layer]
+    converted: Mapping[str, Layer]
     excluded: Mapping[str, Exclusion]
     execution: tuple[str, ...]
 
-    @property
-    def converted(self) -> tuple[str, ...]:
-        """Paths of the layers that follow the recipe."""
-        return tuple(self.places)
-
     def __str__(self) -> str:
-        lines = [f"recipe {self.recipe.name}: {len(self.converted)} linear layers: {_brief(self.converted)}"]
+        lines = [f"recipe {self.recipe.name}: {len(self.converted)} linear layers: {_brief(list(self.converted))}"]
         return "\n".join([*lines, *self.execution, *self.lines_of_excluded(True), *self.lines_of_excluded(False)])
 
     def lines_of_excluded(self, requested: bool) -> list[str]:
@@ -204,7 +195,7 @@ def plan(
     layers = list(_linears(model))
     used = _used_recipe(recipe, keep_bf16, layers)
     heads = _output_heads(model)
-    places, excluded = dict[str, Layer](), dict[str, Exclusion]()
+    converted, excluded = dict[str, Layer](), dict[str, Exclusion]()
     gemms: dict[tuple[Choice, str], set[str]] = {}
     for layer in layers:
         weight = layer.module.weight
@@ -219,7 +210,7 @@ def plan(
         if why is not None:
             excluded[layer.path] = why
             continue
-        places[layer.path] = layer.place
+        converted[layer.path] = layer.place
         target = Target(arch, layer.in_features, layer.out_features, kind)
         for name, gemm in linear.gemms.items():
             if gemm.quantized:
@@ -228,7 +219,7 @@ def plan(
         backend.header([name for name in recipe.gemms if name in names], arch)
         for (backend, arch), names in gemms.items()
     )
-    return Conversion(used, places, excluded, execution)
+    return Conversion(used, converted, excluded, execution)
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from megatron_lowprec.scaling import CODED_SCALE_FORMATS, SCALE_FORMATS, SCALE_R
 from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.sweep import spec as sweep
 from tests.docs.markdown import PAGES, ROOT, Fence, fences, name_of, numbers, prose
+from tests.environment import PLACE_IN_LAUNCH
 from tools import doc_tables
 
 FAMILIES = sorted(page for page in (ROOT / "docs/recipes").glob("*.md") if page.stem not in ("README", "custom"))
@@ -224,6 +225,8 @@ def test_python_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
         pytest.skip("TransformerEngine or a GPU is missing")
     monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
     monkeypatch.chdir(tmp_path)
+    for name in PLACE_IN_LAUNCH:  # other tests leave them
+        monkeypatch.delenv(name, raising=False)
     names: dict[str, object] = {}
     left_out = set()
     for block in blocks:

@@ -254,7 +254,7 @@ _WAYS = ("accumulated", "evaluated", "reentrant", "not reentrant", "compiled", "
 
 
 @pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
-@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("way", also_weekly(_WAYS, set(_WAYS) - {"compiled", "not reentrant"}))
 @pytest.mark.parametrize("recipe", also_weekly(["fp8_current", "nvfp4_all"], ["fp8_current"]))
 def test_models_have_the_losses_of_weights_in_bf16(recipe: str, way: str) -> None:
     """Bit for bit, trained and frozen layers together; FSDP2 and DDP over one rank, which wraps all the same."""
@@ -311,7 +311,9 @@ def test_autocast_takes_codes_of_its_dtype() -> None:
         assert torch.equal(frozen(x), layer(x))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("fp8_current", "linear"), ("mxfp8", "conv1d")])
+@pytest.mark.parametrize(
+    ("name", "kind"), also_weekly([("fp8_current", "linear"), ("mxfp8", "conv1d")], ["fp8_current-linear"])
+)
 def test_a_compiled_layer_is_one_operator_with_eager_bits(name: str, kind: str) -> None:
     """No graph break, whatever the number of tokens; the graph reads codes and scales, no weight."""
     layer = held(name, kind)

@@ -179,14 +179,14 @@ def test_the_threshold_is_for_native_gemms_of_measured_devices() -> None:
 def test_slower_layers_stay_where_gemms_are_native(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(2048, 6144)).to(torch.bfloat16)
-    assert plan(model, "fp8_current").converted == ("0", "1")
+    assert list(plan(model, "fp8_current").converted) == ["0", "1"]
     monkeypatch.setattr(conversion, "arch_of", lambda device: "sm90" if device.type == "cuda" else device.type)
     found = plan(model, "fp8_current", device="cuda")
-    assert found.converted == ("1",)
+    assert list(found.converted) == ["1"]
     assert found.excluded["0"] == ("slower in FP8 than in bf16 on sm90 with weights of its size", False)
     assert found.execution == ("fprop, dgrad, wgrad: hopper_fp8 on sm90",)
-    assert plan(model, "fp8_current", device="cuda", skip_slower=False).converted == ("0", "1")
+    assert list(plan(model, "fp8_current", device="cuda", skip_slower=False).converted) == ["0", "1"]
     # fp32 GEMMs are emulated
     found = plan(model, "fp8_current", device="cuda", dtype=torch.float32)
-    assert found.converted == ("0", "1")
+    assert list(found.converted) == ["0", "1"]
     assert "emulated on sm90 (hopper_fp8: FP8 GEMMs are for bf16 models, this one is float32)" in found.execution[0]

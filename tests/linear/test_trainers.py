@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from megatron_lowprec import convert
 from megatron_lowprec.finetuning import quantize_frozen_weights
 from megatron_lowprec.linear.convert import plain_state_dict
+from tests.environment import PLACE_IN_LAUNCH
 from tests.linear.test_convert_transformers import VOCABULARY, build
 
 accelerate = pytest.importorskip("accelerate", reason="the extra peft, which brings accelerate, is not installed")
@@ -24,8 +25,10 @@ recipes = pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "mxfp
 
 
 @pytest.fixture(autouse=True)
-def _own_accelerator() -> None:
-    """The state of an ``Accelerator`` is the process's, and so is its precision."""
+def _own_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of an ``Accelerator`` is the process's; other tests leave a launcher's variables, which it reads."""
+    for name in PLACE_IN_LAUNCH:
+        monkeypatch.delenv(name, raising=False)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 

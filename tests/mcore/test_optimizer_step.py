@@ -30,6 +30,7 @@ from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run, total_samples
 from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.model import Trainer
+from tests.environment import PLACE_IN_LAUNCH
 from tests.training.helpers import argv
 from tools.bench.step_worker import _updates
 
@@ -48,7 +49,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) o
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
     """Trainers of a world of one process, as the driver makes them; gradients are random, some of them large."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in PLACE_IN_LAUNCH:
         monkeypatch.delenv(name, raising=False)
     threads = torch.get_num_threads()
 

@@ -19,9 +19,9 @@ from megatron_lowprec.commands import export_hf
 from megatron_lowprec.shipped import find
 from megatron_lowprec.training.data.wikitext import SHIPPED, detokenize, read
 from megatron_lowprec.training.evaluation.windows import Text, Window, pack, windows
-from tests.environment import python_path
+from tests.environment import PLACE_IN_LAUNCH, python_path
 from tests.tools.conftest import MODEL, RAW, run
-from tests.training.conftest import PLACE_IN_LAUNCH, Drive
+from tests.training.conftest import Drive
 from tests.training.convert.models import LLAMA
 from tests.training.helpers import REPOSITORY, argv
 from tests.waiting import PATIENCE

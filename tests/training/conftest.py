@@ -14,12 +14,11 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 
 from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.run import run
+from tests.environment import PLACE_IN_LAUNCH
 from tests.freeing import free_models
 from tests.training.helpers import argv
 
 Drive = Callable[[list[str]], None]
-# What torchrun sets and, without it, the driver does.
-PLACE_IN_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager

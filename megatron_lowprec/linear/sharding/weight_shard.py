@@ -195,10 +195,11 @@ class CodedShard(WeightShard):
         self._cast = {}
         for gemm, spec in self._specs.items():
             sharing = [(shard, group) for shard, group in shards if shard.shares_scale(gemm, "weight", spec)]
+            (shard, _), reduce = (sharing or shards)[0], None
             if sharing:
                 self._sharers[gemm] = tuple(group for _, group in sharing)
-            shard = (sharing or shards)[0][0]
-            self._cast[gemm] = layer.linear_gemms.on_shard(shard, partial(self._whole_amax, gemm))
+                reduce = partial(self._whole_amax, gemm)
+            self._cast[gemm] = layer.linear_gemms.on_shard(shard, reduce)
         sizes = {gemm: self._bytes(gemm) for gemm in SIDES["weight"]}
         self.directions: tuple[tuple[str, ...], tuple[str, ...]]
         if self._shared:

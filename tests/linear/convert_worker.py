@@ -159,7 +159,7 @@ def idle_layers_keep_their_amaxes() -> None:
 def wrapped_models_are_refused() -> None:
     with pytest.raises(UserError, match=r"wrapped: convert first, then call DistributedDataParallel\(model\)"):
         convert(DistributedDataParallel(build()), "fp8_current")
-    with pytest.raises(UserError, match=r"is a DTensor: convert first, then call fully_shard\(model\)"):
+    with pytest.raises(UserError, match=r"is a DTensor: convert first, then call parallelize_module and fully_shard"):
         convert(wrapped("fsdp", build()), "fp8_current")
 
 

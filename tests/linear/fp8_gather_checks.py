@@ -154,20 +154,27 @@ def weights_survive_a_checkpoint(recipe: str) -> None:
         assert train(other, batches(3)) == expected
 
 
-def evaluation_between_steps(recipe: str) -> None:
-    """A pass in evaluation gathers the codes of fprop and changes no loss."""
-    losses = []
-    for evaluates in (False, True):
-        model = sharded_mlp(recipe, True, torch.bfloat16)
-        found = []
-        for x in batches(3):
-            found += train(model, [x])
-            if evaluates:
-                model.eval()
-                with torch.no_grad():
-                    model(x)
-                model.train()
-        losses.append(found)
+def accumulation_frozen_weights_and_evaluation(recipe: str) -> None:
+    """Two microbatches a step, a frozen weight and a pass in evaluation: the losses of a bf16 gather."""
+    losses: list[list[float]] = []
+    for codes in (False, True):
+        model: Any = sharded_mlp(recipe, codes, torch.bfloat16)
+        model[2].weight.requires_grad_(False)
+        optimizer = torch.optim.AdamW([model[0].weight], lr=1e-2)
+        losses.append([])
+        for step in range(3):
+            for last in (False, True):
+                model.set_requires_gradient_sync(last)
+                x = batches(6)[2 * step + last]
+                loss = (model(x).float() - x).square().mean()
+                loss.backward()
+                losses[-1].append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                losses[-1].append(model(x).float().sum().item())
+            model.train()
     assert losses[0] == losses[1]
 
 
@@ -240,7 +247,7 @@ for recipe in ("fp8_rowwise", "fp8_rowwise_gw_hp"):
     check_in(CHECKS, native_casts_send_the_same_bytes, recipe)
 for recipe in ("fp8_delayed", "mxfp8"):
     check_in(CHECKS, weights_survive_a_checkpoint, recipe)
-check_in(CHECKS, evaluation_between_steps, "mxfp8")
+check_in(CHECKS, accumulation_frozen_weights_and_evaluation, "mxfp8")
 for function in (
     rows_that_ranks_cannot_halve,
     one_direction_a_pass,
@@ -249,4 +256,4 @@ for function in (
 ):
     check_in(CHECKS, function)
 
-ON_GPUS = [name for name in CHECKS if name.startswith(("codes_on_the_wire", "rows_that", "weights_", "evaluation_"))]
+ON_GPUS = [name for name in CHECKS if name.startswith(("codes_on_the_wire", "rows_that", "weights_", "accumulation_"))]

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron_lowprec.comm.maximum import maximum_over
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.philox.reference import ShardSlice
-from megatron_lowprec.linear.compiled import outside_graph
 from megatron_lowprec.recipe.coverage import LinearSite, indivisible
 
 if TYPE_CHECKING:
@@ -63,7 +62,9 @@ def _forward_on_mesh(layer: LowPrecLayer, x: Any) -> Any:
     return DTensor.from_local(y, mesh, (given,), run_check=False)
 
 
-forward_on_mesh = outside_graph(_forward_on_mesh)
+forward_on_mesh = torch.compiler.disable(
+    _forward_on_mesh, reason="a megatron_lowprec layer with a weight on a mesh reduces amaxes outside the graph"
+)
 
 
 class _PartOfSum(torch.autograd.Function):

@@ -45,6 +45,7 @@ BYTES = {
     "mxfp8": ENTRIES + ENTRIES // 32,
     "mxfp8_2d": ENTRIES + ENTRIES // 1024,
     "nvfp4_all": ENTRIES // 2 + ENTRIES // 256,
+    "quartet2": ENTRIES // 2 + ENTRIES // 16,  # dgrad quantizes fprop's values again, by draws of each rank
     "fp8_rowwise": ENTRIES + 4 * (2 * max(192, 256) + 2 * max(128, 384)),  # a row's scale in fprop, a column's in dgrad
 }
 TWO_DIRECTIONS = ("mxfp8", "fp8_rowwise")
@@ -200,8 +201,8 @@ def refusals() -> None:
     with pytest.raises(UserError, match=r"weight is not sharded: call fully_shard\(model\)"):
         enable_fp8_all_gather(convert(build(), "fp8_current"))
     for recipe, block, why in (
-        ("mxfp4", LlamaBlock, "fprop takes the weight in the compute dtype"),
-        ("quartet2", LlamaBlock, "dgrad takes the weight after a Hadamard transform"),
+        ("fp8_mxfp4_rht_sr", LlamaBlock, "dgrad takes the weight after a Hadamard transform"),
+        ("mxfp4_rht_sr", LlamaBlock, "fprop takes the weight in the compute dtype"),
         ("fp8_current", Gpt2Block, "stored transposed"),
     ):
         model = wrapped("fsdp", convert(build(block), recipe))

@@ -122,8 +122,8 @@ def convert(
     Converts each ``torch.nn.Linear``, each ``Conv1D`` of transformers and each 3-D weight of its experts, but for the
     output head, routers, and layers that the recipe or an argument keeps. Parameters remain the same objects. The
     summary is logged at level INFO by the logger ``megatron_lowprec``; layers that stay for another reason than the
-    caller's or the recipe's are also a warning. Call it before torch.compile, DistributedDataParallel and fully_shard,
-    and after ``init_process_group``.
+    caller's or the recipe's are also a warning. Call it after ``init_process_group``, before
+    parallelize_module, torch.compile, DistributedDataParallel and fully_shard.
 
     Args:
         model: any module; each rank converts its own copy.
@@ -259,7 +259,7 @@ def _check_model(model: nn.Module) -> None:
             raise UserError(f"{where} is wrapped: convert first, then call {wrapper}")
     for path, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
-            raise UserError(f"{path} is a DTensor: convert first, then call fully_shard(model)")
+            raise UserError(f"{path} is a DTensor: convert first, then call parallelize_module and fully_shard")
 
 
 def _used_recipe(recipe: Recipe, keep_bf16: Sequence[str], layers: Sequence[_Layer]) -> Recipe:

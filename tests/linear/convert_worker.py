@@ -1,5 +1,6 @@
 """Checks of converted models on two processes; ``test_convert_distributed.py`` starts it once, by torchrun."""
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from megatron_lowprec.recipe.parsing import load_recipe
 from tests.checks import run_checks
 from tests.linear import fp8_gather_checks, matrix_checks, tensor_parallel_checks
 from tests.linear.tiny_models import Gpt2Block, LlamaBlock, TinyModel, build, tokens_of
-from tests.linear.wrapping import check_in, full_state, is_converted, own_group, wrapped
+from tests.linear.wrapping import DEVICE, check_in, full_state, is_converted, own_group, wrapped
 
 RECIPES = ("fp8_current", "mxfp8", "fp8_delayed", "mxfp4_rht_sr", "fp8_mxfp4_rht_sr")
 STEPS = 4
@@ -158,7 +159,7 @@ def idle_layers_keep_their_amaxes() -> None:
 def wrapped_models_are_refused() -> None:
     with pytest.raises(UserError, match=r"wrapped: convert first, then call DistributedDataParallel\(model\)"):
         convert(DistributedDataParallel(build()), "fp8_current")
-    with pytest.raises(UserError, match=r"is a DTensor: convert first, then call fully_shard\(model\)"):
+    with pytest.raises(UserError, match=r"is a DTensor: convert first, then call parallelize_module and fully_shard"):
         convert(wrapped("fsdp", build()), "fp8_current")
 
 
@@ -192,7 +193,9 @@ CHECKS |= fp8_gather_checks.CHECKS | tensor_parallel_checks.CHECKS | matrix_chec
 def main() -> None:
     # made before the process group exists: its ranks would draw alike
     early = convert(build(), "mxfp4_rht_sr")
-    dist.init_process_group("gloo")
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     with pytest.raises(UserError, match="convert ran before init_process_group, so all 2 ranks would round alike"):
         early(tokens_of(0))
     warnings.filterwarnings("error", "a weight changed without a step")  # no wrapper's update of the weights is one

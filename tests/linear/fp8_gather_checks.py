@@ -17,10 +17,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lowprec import UserError, convert
+from megatron_lowprec.comm.maximum import max_over
+from megatron_lowprec.kernels.cast_fp8 import reference as cast_reference
+from megatron_lowprec.linear.backends.hopper_fp8 import dense as hopper_dense
+from megatron_lowprec.linear.backends.protocol import CastRequest
+from megatron_lowprec.linear.backends.resolved import LayerBackends
 from megatron_lowprec.linear.fp8_all_gather import enable_fp8_all_gather
+from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.linear.sharding.weight_shard import CodedShard, weight_shard
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.random_stream import RngStep
 from tests.linear.layers import of_layers
 from tests.linear.tiny_models import Gpt2Block, LlamaBlock, build, tokens_of
-from tests.linear.wrapping import all_ranks, check_in, train, wrapped
+from tests.linear.wrapping import DEVICE, all_ranks, check_in, train, wrapped
 
 CHECKS: dict[str, Callable[[], None]] = {}
 
@@ -35,23 +45,26 @@ BYTES = {
     "mxfp8": ENTRIES + ENTRIES // 32,
     "mxfp8_2d": ENTRIES + ENTRIES // 1024,
     "nvfp4_all": ENTRIES // 2 + ENTRIES // 256,
+    "quartet2": ENTRIES // 2 + ENTRIES // 16,  # dgrad quantizes fprop's values again, by draws of each rank
     "fp8_rowwise": ENTRIES + 4 * (2 * max(192, 256) + 2 * max(128, 384)),  # a row's scale in fprop, a column's in dgrad
 }
 TWO_DIRECTIONS = ("mxfp8", "fp8_rowwise")
 """fprop and dgrad take different codes: in bf16 one set a pass; in fp32 both, fewer bytes than the weight."""
 
+NATIVE = dict.fromkeys(("fprop", "dgrad", "wgrad"), "hopper_fp8")
+
 
 def batches(steps: int, width: int = IN) -> list[torch.Tensor]:
     """Different ones on each rank."""
     seeds = (step + 100 * dist.get_rank() for step in range(steps))
-    return [torch.randn(32, width, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    return [torch.randn(32, width, generator=torch.Generator().manual_seed(seed)).to(DEVICE) for seed in seeds]
 
 
 def sharded_mlp(
     recipe: str, codes: bool, dtype: torch.dtype | None, sizes: tuple[int, int] = (IN, OUT), **options: Any
 ) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(*sizes, bias=False), nn.GELU(), nn.Linear(*sizes[::-1], bias=False))
+    model = nn.Sequential(nn.Linear(*sizes, bias=False), nn.GELU(), nn.Linear(*sizes[::-1], bias=False)).to(DEVICE)
     model = convert(model, of_layers(recipe), data_parallel_rank=0)
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype), "reshard_after_forward": True} | options
     fully_shard(model, mesh=all_ranks(), **options)
@@ -79,13 +92,39 @@ def codes_on_the_wire(recipe: str, dtype: torch.dtype | None) -> None:
     plain, sent = gathered_by(lambda: train(sharded_mlp(recipe, False, dtype), batches(4)))
     losses, of_codes = gathered_by(lambda: train(sharded_mlp(recipe, True, dtype), batches(4)))
     assert losses == plain
-    assert len(set(losses)) == 4
+    assert len(set(losses)) == 4, "training changes no loss"
     assert set(sent) == {ENTRIES * (2 if dtype else 4)}
     both = 1 if dtype or recipe not in TWO_DIRECTIONS else 2
     if recipe == "fp8_rowwise" and both == 2:  # each direction has its own scales' size
         assert of_codes == [2 * ENTRIES + 4 * (2 * (192 + 256) + 2 * (128 + 384))] * 8
     else:
         assert of_codes == [both * BYTES[recipe]] * 8
+
+
+def native_casts_send_the_same_bytes(recipe: str) -> None:
+    """The casts of a GPU's backend, by their reference, and operands that are those of the whole weight."""
+    weight = sharded_mlp(recipe, False, torch.bfloat16)[0]
+    whole, shard = weight.weight.full_tensor().bfloat16(), weight_shard("0", weight, torch.bfloat16)
+    assert isinstance(shard, CodedShard)
+    amaxes = shard.amaxes(torch.linalg.vector_norm(shard.values(), torch.inf).float().view(1))
+    shard.set_amaxes([], [max_over(amax, *groups) for amax, groups in amaxes])
+    native = LinearGemms(weight.linear_gemms.recipe, LinearId(1, "0"), 0, AmaxHistory).backends.built("hopper_fp8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper_dense, "load", lambda _: cast_reference)
+        for backward, gemm in enumerate(("fprop", "dgrad")):
+            sent = shard.pack(bool(backward))
+            with pytest.MonkeyPatch.context() as on_gpus:
+                on_gpus.setattr(LayerBackends, "resolve", lambda self, _: setattr(self, "resolved", self._of(NATIVE)))
+                assert torch.equal(shard.pack(bool(backward)), sent)
+            both = [torch.empty_like(sent) for _ in range(2)]
+            dist.all_gather(both, sent)
+            found = shard.receive(torch.cat(both), bool(backward), None).operand(gemm, native)
+            rowwise = gemm == "fprop"
+            want, _ = native.quantize("weight", whole, RngStep(0, 0), CastRequest(rowwise, not rowwise, False))
+            for got, expected in zip(*((each.rowwise() if rowwise else each.columnwise()) for each in (found, want))):
+                assert got is not None
+                assert expected is not None
+                assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
 
 
 def rows_that_ranks_cannot_halve() -> None:
@@ -116,20 +155,27 @@ def weights_survive_a_checkpoint(recipe: str) -> None:
         assert train(other, batches(3)) == expected
 
 
-def evaluation_between_steps(recipe: str) -> None:
-    """A pass in evaluation gathers the codes of fprop and changes no loss."""
-    losses = []
-    for evaluates in (False, True):
-        model = sharded_mlp(recipe, True, torch.bfloat16)
-        found = []
-        for x in batches(3):
-            found += train(model, [x])
-            if evaluates:
-                model.eval()
-                with torch.no_grad():
-                    model(x)
-                model.train()
-        losses.append(found)
+def accumulation_frozen_weights_and_evaluation(recipe: str) -> None:
+    """Two microbatches a step, a frozen weight and a pass in evaluation: the losses of a bf16 gather."""
+    losses: list[list[float]] = []
+    for codes in (False, True):
+        model: Any = sharded_mlp(recipe, codes, torch.bfloat16)
+        model[2].weight.requires_grad_(False)
+        optimizer = torch.optim.AdamW([model[0].weight], lr=1e-2)
+        losses.append([])
+        for step in range(3):
+            for last in (False, True):
+                model.set_requires_gradient_sync(last)
+                x = batches(6)[2 * step + last]
+                loss = (model(x).float() - x).square().mean()
+                loss.backward()
+                losses[-1].append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                losses[-1].append(model(x).float().sum().item())
+            model.train()
     assert losses[0] == losses[1]
 
 
@@ -155,8 +201,8 @@ def refusals() -> None:
     with pytest.raises(UserError, match=r"weight is not sharded: call fully_shard\(model\)"):
         enable_fp8_all_gather(convert(build(), "fp8_current"))
     for recipe, block, why in (
-        ("mxfp4", LlamaBlock, "fprop takes the weight in the compute dtype"),
-        ("quartet2", LlamaBlock, "dgrad takes the weight after a Hadamard transform"),
+        ("fp8_mxfp4_rht_sr", LlamaBlock, "dgrad takes the weight after a Hadamard transform"),
+        ("mxfp4_rht_sr", LlamaBlock, "fprop takes the weight in the compute dtype"),
         ("fp8_current", Gpt2Block, "stored transposed"),
     ):
         model = wrapped("fsdp", convert(build(block), recipe))
@@ -198,9 +244,11 @@ for recipe in BYTES:
     check_in(CHECKS, codes_on_the_wire, recipe, torch.bfloat16)
 for recipe in TWO_DIRECTIONS:
     check_in(CHECKS, codes_on_the_wire, recipe, None)
+for recipe in ("fp8_rowwise", "fp8_rowwise_gw_hp"):
+    check_in(CHECKS, native_casts_send_the_same_bytes, recipe)
 for recipe in ("fp8_delayed", "mxfp8"):
     check_in(CHECKS, weights_survive_a_checkpoint, recipe)
-check_in(CHECKS, evaluation_between_steps, "mxfp8")
+check_in(CHECKS, accumulation_frozen_weights_and_evaluation, "mxfp8")
 for function in (
     rows_that_ranks_cannot_halve,
     one_direction_a_pass,
@@ -208,3 +256,5 @@ for function in (
     others_stay_in_the_compute_dtype,
 ):
     check_in(CHECKS, function)
+
+ON_GPUS = [name for name in CHECKS if name.startswith(("codes_on_the_wire", "rows_that", "weights_", "accumulation_"))]

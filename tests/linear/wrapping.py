@@ -15,6 +15,8 @@ from megatron_lowprec.linear.fp8_all_gather import enable_fp8_all_gather
 from megatron_lowprec.linear.lowprec_linear import LowPrecLayer
 from tests.linear.tiny_models import TinyModel
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def check_in(checks: dict[str, Callable[[], None]], function: Callable[..., None], *arguments: Any) -> None:
     """Add a check under its name and arguments."""
@@ -27,7 +29,7 @@ def own_group() -> dist.ProcessGroup:
 
 
 def all_ranks() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(DEVICE, (dist.get_world_size(),))
 
 
 def wrapped(kind: str, model: TinyModel, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:

@@ -20,6 +20,7 @@ class Gathered(Protocol):
 
     path: str
     gemms: tuple[str, ...]
+    requantizes: bool
 
     def codes(self, gemm: str) -> QuantizedTensor:
         """Rowwise codes of the operand of a GEMM in ``gemms``: [O, I] for fprop, [I, O] for dgrad."""
@@ -43,12 +44,14 @@ class GatheredWeight(torch.Tensor):
         self.gathered = gathered
         return self
 
-    def operand(self, gemm: str, backend: GemmBackend) -> QuantizedTensor:
-        """The backend's operand of fprop (rowwise) or dgrad (columnwise).
+    def operand(self, gemm: str, backend: GemmBackend) -> QuantizedTensor | None:
+        """The backend's operand of fprop (rowwise) or dgrad (columnwise); None if it quantizes ``fprop_values``.
 
         Raises:
             UserError: the last all-gather brought the codes of the other direction only.
         """
+        if gemm == "dgrad" and self.gathered.requantizes:
+            return None
         if gemm not in self.gathered.gemms:
             raise UserError(
                 f"{gemm} of {self.gathered.path} takes other codes of the weight than {self.gathered.gemms[0]}, for "
@@ -65,6 +68,10 @@ class GatheredWeight(torch.Tensor):
         else:
             operand.columnwise_data, operand.columnwise_scale, operand.columnwise_tensor_scale = data, scale, above
         return operand
+
+    def fprop_values(self) -> torch.Tensor:
+        """fp32 [O, I], values of fprop's operand."""
+        return self.gathered.codes("fprop").dequantize()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, {' and '.join(self.gathered.gemms)})"

@@ -27,7 +27,7 @@ from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
 from megatron_lowprec.quantization.token_rows import stored_codes
 from megatron_lowprec.recipe.coverage import LinearSite, indivisible, primary_weight_spec
-from megatron_lowprec.recipe.schema import LinearRecipe, QuantSpec
+from megatron_lowprec.recipe.schema import GemmSpec, LinearRecipe, QuantSpec
 from megatron_lowprec.scaling import granularity_of
 
 _CODES = {
@@ -172,13 +172,15 @@ class PrimaryShard(WeightShard):
 class CodedShard(WeightShard):
     """Codes and scales as a backend's cast gives them, for fprop and dgrad.
 
-    Square blocks serve both. Else both directions are sent, or, where that is no less than the weight itself, the
-    direction of the pass: then FSDP2 must gather before each.
+    Square blocks serve both, and so do codes of fprop whose values dgrad quantizes again. Else both directions are
+    sent, or, where that is no less than the weight itself, the direction of the pass: then FSDP2 must gather before
+    each.
 
     Attributes:
         directions: the GEMMs whose codes are sent, in a forward pass and in a backward pass.
         bytes: that this rank sends for a pass.
         gemms: those whose codes the last all-gather brought.
+        requantizes: dgrad takes the values of fprop's codes.
     """
 
     def __init__(self, path: str, layer: LowPrecLayer, dtype: torch.dtype) -> None:
@@ -187,6 +189,7 @@ class CodedShard(WeightShard):
         self._specs: dict[str, QuantSpec] = {gemm: _weight_spec(recipe, gemm) for gemm in SIDES["weight"]}
         by_row, by_column = (self._specs[gemm] for gemm in SIDES["weight"])
         self._shared = by_row == by_column and by_row.block is not None and by_row.block[0] == by_row.block[1]
+        self.requantizes = _requantizes(recipe.dgrad)
         self._amaxes = dict[str, torch.Tensor]()
         splits = zip("O" + self.split, self._groups, strict=True)
         shards = [(replace(layer.linear_gemms.linear_id, split=split, spans={}), group) for split, group in splits]
@@ -194,14 +197,17 @@ class CodedShard(WeightShard):
         self._sharers: dict[str, tuple[dist.ProcessGroup, ...]] = {}
         self._cast = {}
         for gemm, spec in self._specs.items():
+            if gemm == "dgrad" and self.requantizes:
+                continue
             sharing = [(shard, group) for shard, group in shards if shard.shares_scale(gemm, "weight", spec)]
+            (shard, _), reduce = (sharing or shards)[0], None
             if sharing:
                 self._sharers[gemm] = tuple(group for _, group in sharing)
-            shard = (sharing or shards)[0][0]
-            self._cast[gemm] = layer.linear_gemms.on_shard(shard, partial(self._whole_amax, gemm))
+                reduce = partial(self._whole_amax, gemm)
+            self._cast[gemm] = layer.linear_gemms.on_shard(shard, reduce)
         sizes = {gemm: self._bytes(gemm) for gemm in SIDES["weight"]}
         self.directions: tuple[tuple[str, ...], tuple[str, ...]]
-        if self._shared:
+        if self._shared or self.requantizes:
             self.directions = (("fprop",), ("fprop",))
         elif sum(sizes.values()) < self.rows * self.shape[1] * dtype.itemsize:
             self.directions = (SIDES["weight"], SIDES["weight"])
@@ -313,18 +319,23 @@ def why_not_coded(recipe: LinearRecipe) -> str | None:
     """Reason why ranks cannot send the codes of a weight in place of its values; None if they can."""
     if primary_weight_spec(recipe) is not None:
         return None
-    for name in SIDES["weight"]:
-        gemm = recipe.gemms[name]
-        spec = gemm.weight
-        if spec is None:
+    # dgrad may quantize the values of fprop's codes again, each rank by its own draws
+    sent = {name: gemm for name in SIDES["weight"] if not _requantizes(gemm := recipe.gemms[name])}
+    for name, gemm in sent.items():
+        if gemm.weight is None:
             return f"{name} takes the weight in the compute dtype"
         if gemm.hadamard is not None:
             return f"{name} takes the weight after a Hadamard transform"
-        if spec.random:
+        if gemm.weight.random:
             return f"{name} rounds the weight by draws, which differ between ranks"
-        if spec.source != "original" or spec.outer_block is not None or spec.scaling != "current":
-            return f"{name} takes the weight by a scale that a shard does not have"
+    for name, gemm in sent.items():
+        if gemm.weight is not None and (gemm.weight.outer_block is not None or gemm.weight.scaling != "current"):
+            return f"{name} takes the weight by delayed scales or scales of outer blocks"
     return None
+
+
+def _requantizes(gemm: GemmSpec) -> bool:
+    return gemm.weight is not None and gemm.weight.source == "fprop"
 
 
 def weight_shard(path: str, layer: LowPrecLayer, param_dtype: torch.dtype | None) -> WeightShard | str:
@@ -351,7 +362,8 @@ def weight_shard(path: str, layer: LowPrecLayer, param_dtype: torch.dtype | None
     if rows % ranks:
         return f"{rows} rows do not divide over {ranks} ranks"
     site = LinearSite(layer.linear_gemms.linear_id.layer, path, columns, rows, "column")
-    found = indivisible(recipe, site, ranks)
+    sent = replace(recipe, wgrad=GemmSpec(), dgrad=GemmSpec() if shard.requantizes else recipe.dgrad)
+    found = indivisible(sent, site, ranks)
     if found is not None:
         return f"shards cut blocks: {' '.join(found)}"
     if shard.bytes >= shard.rows * columns * dtype.itemsize:

@@ -26,6 +26,7 @@ from megatron_lowprec.linear.backends.protocol import (
 )
 from megatron_lowprec.linear.layer_tensors import in_memory
 from megatron_lowprec.linear.linear_id import SIDES
+from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
 from megatron_lowprec.quantization.device_rng_step import device_rng_step
 from megatron_lowprec.quantization.error_stats import error_stats
 from megatron_lowprec.quantization.frozen_weight import FrozenWeight
@@ -161,6 +162,8 @@ class EmulatedGemms(GemmBackend):
 
     def _of_fprop(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
         """fp32 values of fprop's operand. Beside a tensor scale they are dequantized from codes: one rounding less."""
+        if isinstance(matrix, GatheredWeight):
+            return matrix.fprop_values()
         if isinstance(matrix, FrozenWeight) and "fprop" not in matrix.specs.quantizes:
             return matrix.dequantized()
         matrix, spec = in_memory(matrix), self.specs["fprop", tensor]

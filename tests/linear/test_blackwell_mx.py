@@ -13,20 +13,24 @@ import torch
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.mx_gemm import reference
-from megatron_lowprec.kernels.mx_gemm.operand import MxOperand, from_tiles
+from megatron_lowprec.kernels.mx_gemm.operand import MxOperand, aligned_codes, from_tiles
+from megatron_lowprec.kernels.quantize.reference import encode
+from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule
 from megatron_lowprec.linear.backends import resolved, table
 from megatron_lowprec.linear.backends.blackwell_mx import dense
 from megatron_lowprec.linear.backends.blackwell_mx.dense import operand_of
 from megatron_lowprec.linear.backends.blackwell_mx.proof import Ledger, NativeProofWarning, of_frequencies
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, product_of, why_not
+from megatron_lowprec.linear.backends.emulated import dense as emulated_dense
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
-from megatron_lowprec.linear.backends.protocol import COLUMNWISE, ROWWISE
+from megatron_lowprec.linear.backends.protocol import BOTH, COLUMNWISE, ROWWISE
 from megatron_lowprec.linear.backends.table import BACKENDS, choose, choose_without_gpu, emulated_rows
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import SIDES, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.quantizer import quantize_by_reference
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.token_rows import pack_rows, unpack_rows
 from megatron_lowprec.recipe.parsing import load_recipe
@@ -414,3 +418,38 @@ def test_products_on_this_gpu_are_within_their_bound(name: str) -> None:
         passes(name, finite=True, device="cuda")
     assert not ledger.fault, ledger.fault
     assert len(ledger.checks) >= 3 * len(on_blackwell(load(name)))
+
+
+@pytest.mark.parametrize("name", ["nvfp4_all", "mxfp8_2d", "nvfp4_four_over_six"])
+def test_square_blocks_by_the_kernel_are_those_by_the_reference(name: str) -> None:
+    """The kernel's outputs along columns, which a test compares interpreted, become both directions."""
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    gemms = gemms_of(name)
+    native = gemms.backends.built("blackwell_mx")
+    want = [native.quantize("weight", weight, STEP, request)[0] for request in (ROWWISE[0], COLUMNWISE[0])]
+
+    class Kernel:
+        @staticmethod
+        def quantize_mx(x: torch.Tensor, rule: MxRule, columns: Direction, codes: bool, **_: Any) -> MxCast:
+            assert codes
+            spec = load(name).gemms["fprop"].weight
+            made = quantize_by_reference(x.t(), spec)
+            columnwise = aligned_codes(encode(made.data, rule.fmt), rule.fmt.bits)
+            scale = made.scale.repeat_interleave(rule.block_rows, 0)
+            return MxCast(columnwise_data=columnwise, columnwise_scale=scale, columnwise_tensor_scale=made.tensor_scale)
+
+    with (
+        patch.object(dense, "fuses_mx", lambda *_, **__: True),
+        patch.object(
+            emulated_dense, "with_amaxes", lambda _, __, rows, columns, **___: {"rows": rows, "columns": columns}
+        ),
+        patch.object(dense, "load", lambda _: Kernel),
+    ):
+        for request in (ROWWISE[0], COLUMNWISE[0], BOTH[0]):
+            made = native.quantize("weight", weight, STEP, request)[0].validate()
+            for columnwise, wanted in enumerate((request.rowwise, request.columnwise)):
+                if wanted:
+                    mine, theirs = operand_of(made, bool(columnwise)), operand_of(want[columnwise], bool(columnwise))
+                    assert torch.equal(mine.codes, theirs.codes)
+                    assert torch.equal(mine.scales, theirs.scales)
+                    assert mine.tensor_scale == theirs.tensor_scale

@@ -12,9 +12,10 @@ from torch.nn.functional import pad
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.kernels.dispatch import add_bias_, arch_of, load
+from megatron_lowprec.kernels.dispatch import add_bias_, arch_of, fuses_mx, load
 from megatron_lowprec.kernels.mx_gemm import native, reference
 from megatron_lowprec.kernels.mx_gemm.operand import ALIGNED, MxOperand, aligned_codes, from_tiles, to_tiles
+from megatron_lowprec.kernels.quantize.elements import unpacked
 from megatron_lowprec.kernels.quantize.reference import encode
 from megatron_lowprec.linear.backends.blackwell_mx.proof import (
     LEDGER,
@@ -31,7 +32,7 @@ from megatron_lowprec.linear.backends.hopper_fp8.why_not import operands_of
 from megatron_lowprec.linear.backends.protocol import CastRequest, KnownAmax, LayerContext
 from megatron_lowprec.linear.layer_tensors import in_memory
 from megatron_lowprec.linear.linear_id import SIDES
-from megatron_lowprec.quantization.quantizer import quantize_by_reference
+from megatron_lowprec.quantization.quantizer import mx_rule, quantize_by_reference
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers
 from megatron_lowprec.recipe.schema import QuantSpec
@@ -69,11 +70,14 @@ class BlackwellMxGemms(EmulatedGemms):
         """As ``GemmBackend``; codes for other backends, and all after a failed proof, are those of the emulated one."""
         if request.codes or LEDGER.fault:
             return self.emulated.quantize(tensor, matrix, rng_step, request, amax)
-        made, sums = super().quantize(tensor, matrix, rng_step, request._replace(codes=True), amax)
+        if (square := self._square(tensor, matrix, rng_step, request)) is not None:
+            made, sums = square, None
+        else:
+            made, sums = super().quantize(tensor, matrix, rng_step, request._replace(codes=True), amax)
         if made.rowwise_data is not None:
-            made.rowwise_data, made.rowwise_scale = _in_tiles(made.spec, *made.rowwise())
+            made.rowwise_data, made.rowwise_scale = _in_tiles(made.spec, *made.rowwise(), made.shape[0])
         if made.columnwise_data is not None:
-            made.columnwise_data, made.columnwise_scale = _in_tiles(made.spec, *made.columnwise())
+            made.columnwise_data, made.columnwise_scale = _in_tiles(made.spec, *made.columnwise(), made.shape[1])
         made.scale_layout = "tiles_128x4"
         if LEDGER.proves(in_memory(matrix).device):
             return self._proved_operand(tensor, matrix, rng_step, request, amax, made), sums
@@ -87,13 +91,13 @@ class BlackwellMxGemms(EmulatedGemms):
         data, scale = quantized.rowwise()
         fmt = quantized.format
         codes = data.view(torch.uint8) if data.element_size() == 1 else encode(data, fmt)
-        return _in_tiles(quantized.spec, aligned_codes(codes, fmt.bits), scale)
+        return _in_tiles(quantized.spec, aligned_codes(codes, fmt.bits), scale, quantized.shape[0])
 
     def fuses_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
-        """As ``GemmBackend``: where the MX kernel writes codes, of blocks of one row."""
+        """As ``GemmBackend``: where the MX kernel does, square blocks by ``_square``."""
         spec = self.specs[SIDES[tensor][0], tensor]
-        one_row = spec is not None and spec.block is not None and spec.block[0] == 1
-        return one_row and super().fuses_directions(tensor, matrix, rng_step)
+        together = super().fuses_directions(tensor, matrix, rng_step)
+        return together and spec is not None and (spec.block is None or spec.block[0] == 1 or _as_square(spec))
 
     def gemm(
         self,
@@ -161,6 +165,35 @@ class BlackwellMxGemms(EmulatedGemms):
         chosen = got if LEDGER.record(key, check) else want
         return chosen if total is None else total.copy_(chosen)
 
+    def _square(
+        self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep, request: CastRequest
+    ) -> QuantizedTensor | None:
+        """Codes of square blocks by the MX kernel, which writes them along columns; None where it does not take them.
+
+        Scales are repeated for each row. Rowwise codes are the transpose of columnwise ones.
+        """
+        source, name = in_memory(matrix), SIDES[tensor][not request.rowwise]
+        spec = self.specs[name, tensor]
+        if spec is None or not _as_square(spec) or source.stride(1) != 1 or self.transform(name, rng_step) is not None:
+            return None
+        rule = mx_rule(spec)
+        if not fuses_mx(source, rule):
+            return None
+        assert rule is not None
+        arguments = self._cast_arguments(tensor, source.t(), rule, {name: None}, rng_step)
+        if request.rowwise and not rule.shares_directions:  # errors are summed in the order of rows
+            arguments["columns"] = arguments["columns"]._replace(lanes_first=True)
+        codes, scale, above = load("quantize").quantize_mx(**arguments, codes=True).direction(False)
+        made = QuantizedTensor(source.shape, source.dtype, spec)
+        if request.columnwise:
+            made.columnwise_data, made.columnwise_scale, made.columnwise_tensor_scale = codes, scale, above
+        if request.rowwise:
+            bits = FORMATS[spec.format].bits
+            entries = (unpacked(codes) if bits == 4 else codes)[:, : source.shape[0]].t()
+            made.rowwise_data, made.rowwise_tensor_scale = aligned_codes(entries, bits), above
+            made.rowwise_scale = scale[:: rule.block_rows].t()
+        return made
+
     def _proved_operand(
         self,
         tensor: str,
@@ -222,6 +255,12 @@ class BlackwellMxGemms(EmulatedGemms):
         return partial(product, folds=True) if folds else product
 
 
+def _as_square(spec: QuantSpec) -> bool:
+    """Whether ``_square`` takes an operand, but for its matrix."""
+    square = spec.block is not None and spec.block[0] == spec.block[1] > 1
+    return square and spec.source == "original" and spec.scaling == "current"
+
+
 def _decoded(quantized: QuantizedTensor, columnwise: bool) -> QuantizedTensor:
     """One direction as the emulated backend holds it."""
     data = quantized.columnwise_data if columnwise else quantized.rowwise_data
@@ -270,12 +309,17 @@ def operand_of(quantized: QuantizedTensor, columnwise: bool) -> MxOperand:
 
 
 def _in_tiles(
-    spec: QuantSpec | None, codes: torch.Tensor, scale: torch.Tensor | None
+    spec: QuantSpec | None, codes: torch.Tensor, scale: torch.Tensor | None, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [R, bytes] in torch's dtype, rows padded with zeros, and their scales in tiles, one for each row."""
+    """Codes [rows, bytes] in torch's dtype, padded with zeros, and their scales in tiles, one for each row.
+
+    Args:
+        scale: of each row, or of each block of rows.
+    """
     assert spec is not None
     assert spec.block is not None
     assert scale is not None
     missing = -codes.shape[1] % (ALIGNED * FORMATS[spec.format].bits // 8)
     codes = pad(codes, (0, missing)) if missing else codes
-    return codes.view(_CODES[spec.format]), to_tiles(scale, spec.block[0], codes.shape[0])
+    block_rows = 1 if scale.shape[0] == rows else spec.block[0]
+    return codes.view(_CODES[spec.format]), to_tiles(scale, block_rows, rows)

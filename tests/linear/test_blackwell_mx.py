@@ -23,7 +23,7 @@ from megatron_lowprec.linear.backends.blackwell_mx.proof import Ledger, NativePr
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, product_of, why_not
 from megatron_lowprec.linear.backends.emulated import dense as emulated_dense
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
-from megatron_lowprec.linear.backends.protocol import BOTH, COLUMNWISE, ROWWISE
+from megatron_lowprec.linear.backends.protocol import BOTH, COLUMNWISE, ROWWISE, GemmBackend
 from megatron_lowprec.linear.backends.table import BACKENDS, choose, choose_without_gpu, emulated_rows
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
@@ -32,6 +32,7 @@ from megatron_lowprec.linear.linear_id import SIDES, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.quantizer import quantize_by_reference
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.token_rows import pack_rows, unpack_rows
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import get_recipe, recipes
@@ -173,6 +174,7 @@ def test_operands_are_those_of_the_emulated_backend(name: str) -> None:
             mine = native.quantize(tensor, matrix, STEP, request)[0].validate()
             theirs = emulated.quantize(tensor, matrix, STEP, request)[0].validate()
             operand = operand_of(mine, bool(columnwise))
+            same_sizes(dense_of(native).empty(tensor, matrix, request), mine)
             want = theirs.columnwise_data if columnwise else theirs.rowwise_data
             assert want is not None
             assert torch.equal(reference.values(operand).bfloat16(), want)
@@ -180,6 +182,47 @@ def test_operands_are_those_of_the_emulated_backend(name: str) -> None:
                 of_codes = request._replace(codes=True, rowwise=True, columnwise=False)
                 same_values = theirs if columnwise else emulated.quantize(tensor, matrix, STEP, of_codes)[0]
                 assert torch.equal(mine.dequantize(), same_values.dequantize())
+
+
+def dense_of(backend: GemmBackend) -> dense.BlackwellMxGemms:
+    assert isinstance(backend, dense.BlackwellMxGemms)
+    return backend
+
+
+def same_sizes(empty: QuantizedTensor | None, made: QuantizedTensor) -> None:
+    """A compiler's sizes are those of the operand."""
+    for name in QuantizedTensor.__slots__:
+        mine, theirs = getattr(empty, name), getattr(made, name)
+        if isinstance(theirs, torch.Tensor):
+            assert (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype), name
+        else:
+            assert mine == theirs, name
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4_all"])
+def test_stored_weights_are_multiplied_as_codes(name: str) -> None:
+    """A weight that is kept as values of the grid and scales gives the operand of a cast."""
+    native, w = gemms_of(name).backends.built("blackwell_mx"), torch.randn(OUT, IN).bfloat16()
+    for gemm, request in (("fprop", ROWWISE[0]), ("dgrad", COLUMNWISE[0])):
+        columnwise = gemm == "dgrad"
+
+        class Stored:
+            def quantized(self, *, columnwise: bool, codes: bool, on_grid: bool) -> QuantizedTensor:
+                assert on_grid
+                assert not codes
+                spec = load(name).gemms["dgrad" if columnwise else "fprop"].weight
+                found = quantize_by_reference(w.t() if columnwise else w, spec)
+                data = found.data.bfloat16(), found.scale
+                ways = {"columnwise_data": data[0], "columnwise_scale": data[1]}
+                ways = ways if columnwise else {"rowwise_data": data[0], "rowwise_scale": data[1]}
+                ways["columnwise_tensor_scale" if columnwise else "rowwise_tensor_scale"] = found.tensor_scale
+                return QuantizedTensor(w.shape, w.dtype, spec, **ways)
+
+        mine = operand_of(native.primary_weight(gemm, Stored()).validate(), columnwise)
+        want = operand_of(native.quantize("weight", w, STEP, request)[0], columnwise)
+        assert torch.equal(mine.codes, want.codes)
+        assert torch.equal(mine.scales, want.scales)
+        assert mine.tensor_scale == want.tensor_scale
 
 
 def test_codes_of_a_dispatcher_are_multiplied() -> None:

@@ -14,7 +14,14 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.dispatch import add_bias_, arch_of, fuses_mx, load
 from megatron_lowprec.kernels.mx_gemm import native, reference
-from megatron_lowprec.kernels.mx_gemm.operand import ALIGNED, MxOperand, aligned_codes, from_tiles, to_tiles
+from megatron_lowprec.kernels.mx_gemm.operand import (
+    ALIGNED,
+    MxOperand,
+    aligned_codes,
+    bytes_of_tiles,
+    from_tiles,
+    to_tiles,
+)
 from megatron_lowprec.kernels.quantize.elements import unpacked
 from megatron_lowprec.kernels.quantize.reference import encode
 from megatron_lowprec.linear.backends.blackwell_mx.proof import (
@@ -32,6 +39,7 @@ from megatron_lowprec.linear.backends.hopper_fp8.why_not import operands_of
 from megatron_lowprec.linear.backends.protocol import CastRequest, KnownAmax, LayerContext
 from megatron_lowprec.linear.layer_tensors import in_memory
 from megatron_lowprec.linear.linear_id import SIDES
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import mx_rule, quantize_by_reference
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers
@@ -40,7 +48,7 @@ from megatron_lowprec.recipe.schema import QuantSpec
 _Sides = tuple[tuple[QuantizedTensor, bool], tuple[QuantizedTensor, bool]]
 """Two operands, each with whether its columnwise data are multiplied."""
 
-_CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float4_e2m1fn_x2}
+_CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.uint8}
 
 
 class BlackwellMxGemms(EmulatedGemms):
@@ -82,6 +90,47 @@ class BlackwellMxGemms(EmulatedGemms):
         if LEDGER.proves(in_memory(matrix).device):
             return self._proved_operand(tensor, matrix, rng_step, request, amax, made), sums
         return made, sums
+
+    def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor | None:
+        """As ``quantize``, with data and scales not filled; sizes may be symbolic."""
+        first = self.specs[SIDES[tensor][not request.rowwise], tensor]
+        made = QuantizedTensor(matrix.shape, matrix.dtype, first, scale_layout="tiles_128x4")
+        for name, columnwise in zip(SIDES[tensor], (False, True), strict=True):
+            spec, transform = self.specs[name, tensor], self.transform(name, RngStep(0, 0))
+            if not (request.columnwise if columnwise else request.rowwise):
+                continue
+            assert spec is not None
+            assert spec.block is not None
+            rows, length = reversed(matrix.shape) if columnwise else matrix.shape
+            whole = 1 if transform is None else transform.block
+            columns = -(-length // whole) * whole
+            width = -(-columns // ALIGNED) * ALIGNED * FORMATS[spec.format].bits // 8
+            codes = matrix.new_empty((rows, width), dtype=torch.uint8).view(_CODES[spec.format])
+            tiles = matrix.new_empty((bytes_of_tiles(rows, -(-columns // spec.block[1])),), dtype=torch.uint8)
+            above = None if spec.tensor_scale is None else matrix.new_empty((1, 1), dtype=torch.float32)
+            of = None if transform is None else transform.spec
+            if columnwise:
+                made.columnwise_data, made.columnwise_scale, made.columnwise_tensor_scale = codes, tiles, above
+                made.columnwise_transform = of
+            else:
+                made.rowwise_data, made.rowwise_scale, made.rowwise_tensor_scale = codes, tiles, above
+                made.rowwise_transform = of
+        return made
+
+    def primary_weight(self, gemm: str, weight: Fp8Weight) -> QuantizedTensor:
+        """As ``GemmBackend``: its codes in the units' layout."""
+        if LEDGER.fault:
+            return self.emulated.primary_weight(gemm, weight)
+        made = weight.quantized(columnwise=gemm == "dgrad", codes=False, on_grid=True)
+        fmt, (rows, columns) = made.format, made.shape
+        if made.rowwise_data is not None:
+            codes = aligned_codes(encode(made.rowwise_data, fmt), fmt.bits)
+            made.rowwise_data, made.rowwise_scale = _in_tiles(made.spec, codes, made.rowwise_scale, rows)
+        if made.columnwise_data is not None:
+            codes = aligned_codes(encode(made.columnwise_data, fmt), fmt.bits)
+            made.columnwise_data, made.columnwise_scale = _in_tiles(made.spec, codes, made.columnwise_scale, columns)
+        made.scale_layout = "tiles_128x4"
+        return made
 
     def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As ``GemmBackend``: the codes in the units' layout."""

@@ -496,3 +496,27 @@ def test_square_blocks_by_the_kernel_are_those_by_the_reference(name: str) -> No
                     assert torch.equal(mine.codes, theirs.codes)
                     assert torch.equal(mine.scales, theirs.scales)
                     assert mine.tensor_scale == theirs.tensor_scale
+
+
+def test_operands_of_a_compiled_graph_have_no_shape() -> None:
+    """Its operators pass data and scales on: the product is that of the padded operand."""
+    gemms, generator = gemms_of("nvfp4_all"), torch.Generator().manual_seed(1)
+    native = gemms.backends.built("blackwell_mx")
+    dy, x = (torch.randn(104, size, generator=generator).bfloat16() for size in (OUT, IN))
+    sides = [native.quantize(name, of, STEP, COLUMNWISE[0])[0] for name, of in (("grad_output", dy), ("input", x))]
+    bare = [
+        QuantizedTensor(
+            torch.Size((OUT, OUT)),
+            torch.uint8,
+            one.spec,
+            columnwise_data=one.columnwise_data,
+            columnwise_scale=one.columnwise_scale,
+            columnwise_tensor_scale=one.columnwise_tensor_scale,
+        )
+        for one in sides
+    ]
+    want, got = (native.gemm("wgrad", *each, torch.float32) for each in (sides, bare))
+    assert operand_of(bare[0], True).columns == 128  # 104 tokens, 112 with the transform's zeros
+    magnitudes = (dense._magnitudes(operand_of(one, True)) for one in sides)
+    bound = 2 * 128 * 2.0**-24 * reference.mx_gemm(*magnitudes, out_dtype=torch.float32)  # of sums in two orders
+    assert ((got - want).abs() <= bound).all()

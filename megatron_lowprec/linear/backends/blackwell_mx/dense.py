@@ -171,7 +171,7 @@ class BlackwellMxGemms(EmulatedGemms):
             y = self._emulated(name, sides, options)
         else:
             left, right = (operand_of(*side) for side in sides)
-            product = self._product(name, left.codes.device, a.dtype)
+            product = self._product(name, left.codes.device)
             # the number of tokens varies: rows of fprop and dgrad, terms of wgrad
             sizes = left.codes.shape[0], right.codes.shape[0], left.columns
             tokens = 2 if name == "wgrad" else 0
@@ -292,9 +292,9 @@ class BlackwellMxGemms(EmulatedGemms):
         rest = {option: value for option, value in options.items() if option not in ("alpha", "out_dtype")}
         return self.emulated.gemm(name, a, b, options["out_dtype"], **rest)
 
-    def _product(self, name: str, device: torch.device, compute_dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    def _product(self, name: str, device: torch.device) -> Callable[..., torch.Tensor]:
         if device.type == "cpu":
-            return partial(reference.mx_gemm, compute_dtype=compute_dtype)
+            return reference.mx_gemm
         arch, gemm = arch_of(device), self._gemms[name]
         if product_of(name, gemm, arch) == "scaled_mm":
             return native.mx_gemm
@@ -317,7 +317,7 @@ def _decoded(quantized: QuantizedTensor, columnwise: bool) -> QuantizedTensor:
     if data.dtype not in _CODES.values():
         return quantized
     found = replace(quantized, folded=True, scale_layout="plain", rowwise_scale=None, columnwise_scale=None)
-    values = reference.values(operand_of(quantized, columnwise)).to(quantized.dtype)
+    values = reference.values(operand_of(quantized, columnwise)).to(torch.bfloat16)  # of all models that come here
     if columnwise:
         found.columnwise_data = values
     else:
@@ -344,16 +344,23 @@ def _in_steps(operand: MxOperand, spec: QuantSpec, exact: torch.Tensor) -> tuple
 
 
 def operand_of(quantized: QuantizedTensor, columnwise: bool) -> MxOperand:
-    """One direction of a tensor quantized by ``BlackwellMxGemms``."""
+    """One direction of a tensor quantized by ``BlackwellMxGemms``.
+
+    K has the zeros of the transform, and those of the layout only in an operator of a compiled graph, which gets data
+    without the tensor's shape and dtype.
+    """
     data, scale = quantized.columnwise() if columnwise else quantized.rowwise()
     above = quantized.columnwise_tensor_scale if columnwise else quantized.rowwise_tensor_scale
-    transform = quantized.columnwise_transform if columnwise else quantized.rowwise_transform
-    spec, length = quantized.spec, quantized.shape[0 if columnwise else 1]
-    whole = 1 if transform is None else transform.block
+    spec = quantized.spec
     assert spec is not None
     assert spec.block is not None
     assert scale is not None
-    columns = -(-length // whole) * whole
+    if quantized.dtype == data.dtype:
+        columns = data.shape[1] * 8 // FORMATS[spec.format].bits
+    else:
+        transform = quantized.columnwise_transform if columnwise else quantized.rowwise_transform
+        length, whole = quantized.shape[0 if columnwise else 1], 1 if transform is None else transform.block
+        columns = -(-length // whole) * whole
     return MxOperand(data.view(torch.uint8), scale, spec.format, spec.block[1], columns, above)
 
 

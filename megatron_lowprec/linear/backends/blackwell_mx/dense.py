@@ -117,11 +117,13 @@ class BlackwellMxGemms(EmulatedGemms):
                 made.rowwise_transform = of
         return made
 
-    def primary_weight(self, gemm: str, weight: Fp8Weight) -> QuantizedTensor:
-        """As ``GemmBackend``: its codes in the units' layout."""
+    def primary_weight(self, gemm: str, weight: Fp8Weight) -> Any:
+        """As ``GemmBackend``: its codes in the units' layout; None if the weight has none for the GEMM."""
         if LEDGER.fault:
             return self.emulated.primary_weight(gemm, weight)
-        made = weight.quantized(columnwise=gemm == "dgrad", codes=False, on_grid=True)
+        made: Any = weight.quantized(columnwise=gemm == "dgrad", codes=False, on_grid=True)
+        if made is None:
+            return None
         fmt, (rows, columns) = made.format, made.shape
         if made.rowwise_data is not None:
             codes = aligned_codes(encode(made.rowwise_data, fmt), fmt.bits)

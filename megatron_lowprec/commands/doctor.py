@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_lowprec import __version__
 from megatron_lowprec.errors import Parser, run_tool
-from megatron_lowprec.linear.backends.table import ARCHS, native_gemms
+from megatron_lowprec.linear.backends.table import ARCHS, UNVERIFIED, native_gemms, resolve
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.registry import get_recipe, recipes
@@ -53,8 +53,9 @@ def lines() -> Iterator[str]:
     heads = ["recipe", *(f"{arch} (here)" if arch == here else arch for arch in archs)]
     yield from plain_table(heads, [[name, *(runs(get_recipe(name), arch) for arch in archs)] for name in recipes()])
     yield ""
-    yield "native: the quantized GEMMs run on the GPU's FP8 units. emulated: the same numerics, slower than bf16."
-    yield "sm89 Ada, sm90 Hopper, sm100 Blackwell; a layer's sizes decide as well: megatron-lowprec recipes NAME"
+    yield "native: the quantized GEMMs run on low-precision units. emulated: the same numerics, slower than bf16."
+    yield "native*: on hardware that the project has not run; proved at the start of a run, else emulated."
+    yield "sm89 Ada, sm90 Hopper, sm100 to sm120 Blackwell; sizes of layers decide too: megatron-lowprec recipes NAME"
 
 
 # What a missing extra costs.
@@ -97,13 +98,14 @@ def packages() -> tuple[list[list[str]], dict[str, list[str]]]:
 
 def runs(recipe: Recipe, arch: str) -> str:
     """How a recipe's GEMMs run on "cpu" or a compute capability such as "sm90"; names the native ones if some are."""
-    quantized = [name for name, gemm in recipe.gemms.items() if gemm.quantized]
-    native = native_gemms(recipe, Target(arch, _WIDE, _WIDE))
+    quantized, target = [name for name, gemm in recipe.gemms.items() if gemm.quantized], Target(arch, _WIDE, _WIDE)
+    native = native_gemms(recipe, target)
     if not quantized:
         return "compute dtype"
+    proved = "" if UNVERIFIED.isdisjoint(resolve(recipe, target).values()) else "*"
     if len(native) in (0, len(quantized)):
-        return "native" if native else "emulated"
-    return f"native: {' '.join(name for name in quantized if name in native)}"
+        return f"native{proved}" if native else "emulated"
+    return f"native{proved}: {' '.join(name for name in quantized if name in native)}"
 
 
 def _devices() -> tuple[str, list[str]]:

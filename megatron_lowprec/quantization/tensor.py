@@ -33,7 +33,7 @@ class QuantizedTensor:
         dtype: dtype of the source.
         spec: format, granularity and scale rule of both directions; None if the recipe does not quantize the tensor.
         rowwise_data: [R, K], R the product of all sizes of ``shape`` but the last, K the last. Values of the format's
-            grid in ``dtype``, or codes in torch's FP8 dtype or its FP4 dtype of two a byte; a native GEMM's may be
+            grid in ``dtype``, or codes in torch's FP8 dtype, or uint8 of two 4-bit ones a byte; a native GEMM's may be
             zero-padded. None if absent.
         rowwise_scale: decode scales [ceil(R / block rows), ceil(K / block columns)], fp32 or codes of ``scale_format``
             (uint8); for 128x128 blocks of a native GEMM, columns in multiples of 4. None if ``folded``.
@@ -208,7 +208,7 @@ class QuantizedTensor:
         self, data: torch.Tensor, scale: torch.Tensor | None, of_tensor: torch.Tensor | None, length: int
     ) -> torch.Tensor:
         """fp32 [R, length] of rowwise or columnwise data, without padding."""
-        if data.dtype == torch.float4_e2m1fn_x2:
+        if data.dtype == torch.uint8:
             values = decode(unpacked(data.view(torch.uint8)), self.format)
         else:
             values = data.to(torch.float32)
@@ -230,7 +230,7 @@ class QuantizedTensor:
 
 
 def _codes_an_entry(data: torch.Tensor) -> int:
-    return 2 if data.dtype == torch.float4_e2m1fn_x2 else 1
+    return 2 if data.dtype == torch.uint8 else 1
 
 
 def block_sizes(spec: QuantSpec, matrix: torch.Tensor) -> tuple[int, int]:

@@ -175,6 +175,7 @@ def test_doctor_says_how_each_recipe_runs() -> None:
     ]
     assert doctor.runs(get_recipe("fp8_mxfp4_rht_sr"), "sm90") == "native: fprop"
     assert doctor.runs(get_recipe("bf16"), "sm90") == "compute dtype"
+    assert [doctor.runs(get_recipe("nvfp4_all"), arch) for arch in ("sm90", "sm100")] == ["emulated", "native*"]
 
 
 def test_every_module_takes_the_program_s_name() -> None:

@@ -13,6 +13,11 @@ import torch
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.mx_gemm import reference
 from megatron_lowprec.kernels.mx_gemm.operand import MxOperand, aligned_codes, to_tiles
+from megatron_lowprec.kernels.quantize.elements import unpacked
+from megatron_lowprec.kernels.quantize.reference import encode
+from megatron_lowprec.kernels.quantize.rule import Direction
+from megatron_lowprec.quantization.quantizer import mx_rule, quantize_by_reference, with_amaxes
+from megatron_lowprec.recipe.registry import get_recipe
 from tests.kernels import transpose_codes_cases
 from tests.kernels.interpreted import main
 
@@ -49,6 +54,8 @@ def differences(device: str) -> tuple[int, list[str]]:
     from megatron_lowprec.kernels.mx_gemm import triton
 
     found, compared = [], 0
+    # the interpreter cuts what it adds to bf16
+    compute_dtype = torch.float32 if device == "cpu" else torch.bfloat16
     for (a_format, b_format, block), size, above in product(KINDS, SIZES, (None, 0.375)):
         M, N, K = size
         a, b = operand(M, K, a_format, block, 1, above), operand(N, K, b_format, block, 2)
@@ -61,7 +68,8 @@ def differences(device: str) -> tuple[int, list[str]]:
                 continue  # the interpreter takes its time
             mine = total if total is None else total.to(device, copy=True)
             theirs = total if total is None else total.clone()
-            arguments = {"alpha": 16 / 9, "out_dtype": torch.float32}
+            # the interpreter cuts fp32 to bf16, a GPU rounds; these values are exact in both
+            arguments = {"alpha": 16 / 9, "out_dtype": torch.float32, "compute_dtype": compute_dtype}
             got = triton.mx_gemm(moved(a, device), moved(b, device), **arguments, accumulate_into=mine, folds=folded)
             want = reference.mx_gemm(a, b, **arguments, accumulate_into=theirs)
             compared += 1
@@ -74,5 +82,29 @@ def differences(device: str) -> tuple[int, list[str]]:
     return compared, found
 
 
+def square_differences(device: str) -> tuple[int, list[str]]:
+    """(comparisons, faults) of codes of square blocks along columns, which the backend's weights have."""
+    from megatron_lowprec.kernels.quantize.triton import quantize_mx
+
+    found, cases = [], (("nvfp4_all", (37, 104)), ("nvfp4_four_over_six", (64, 48)), ("mxfp8_2d", (70, 64)))
+    for name, size in cases:
+        spec = get_recipe(name).fprop.weight
+        assert spec is not None
+        rule, x = mx_rule(spec), torch.randn(size, generator=torch.Generator().manual_seed(3)).bfloat16().to(device)
+        assert rule is not None
+        ways = with_amaxes(x, rule, None, Direction())
+        rng_step = torch.zeros(2, dtype=torch.int32, device=device)
+        codes, scale, above = quantize_mx(x, rule, **ways, rng_step=rng_step, codes=True).direction(False)
+        want = quantize_by_reference(x.t(), spec)
+        assert codes is not None
+        assert scale is not None
+        entries = unpacked(codes) if rule.fmt.bits == 4 else codes
+        same = torch.equal(entries[:, : size[0]], encode(want.data, rule.fmt))
+        same = same and torch.equal(scale, want.scale.repeat_interleave(rule.block_rows, 0)[: size[1]])
+        same = same and (above is None or torch.equal(above, want.tensor_scale))
+        found += [] if same else [f"square blocks of {name} {size}"]
+    return len(cases), found
+
+
 if __name__ == "__main__":
-    main(differences, transpose_codes_cases.differences)
+    main(differences, square_differences, transpose_codes_cases.differences)

@@ -10,7 +10,7 @@ from megatron_lowprec.kernels.mx_gemm import native
 from megatron_lowprec.kernels.mx_gemm.operand import MxOperand, aligned_codes, from_tiles, to_tiles
 from megatron_lowprec.kernels.mx_gemm.reference import mx_gemm, values
 from tests.kernels.interpreted import assert_no_differences
-from tests.kernels.mx_gemm_cases import KINDS, differences, operand
+from tests.kernels.mx_gemm_cases import KINDS, differences, operand, square_differences
 from tests.weekly import also_weekly
 
 # ---- layout
@@ -135,7 +135,7 @@ def test_torch_takes_the_operands(kind: tuple[str, int]) -> None:
 def test_interpreted_kernels_of_codes() -> None:
     """The block-scaled GEMM and the transposition of codes, in one process."""
     printed = assert_no_differences("tests.kernels.mx_gemm_cases")
-    assert re.findall(r"(\d+) compared", printed) == ["20", "66"]
+    assert re.findall(r"(\d+) compared", printed) == ["20", "3", "66"]
 
 
 @pytest.mark.gpu
@@ -144,6 +144,7 @@ def test_compiled_kernel() -> None:
     compared, found = differences("cuda")
     assert compared >= 40
     assert found == []
+    assert square_differences("cuda")[1] == []
 
 
 # ---- instructions

@@ -13,21 +13,26 @@ import torch
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.mx_gemm import reference
-from megatron_lowprec.kernels.mx_gemm.operand import MxOperand, from_tiles
+from megatron_lowprec.kernels.mx_gemm.operand import MxOperand, aligned_codes, from_tiles
+from megatron_lowprec.kernels.quantize.reference import encode
+from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule
 from megatron_lowprec.linear.backends import resolved, table
 from megatron_lowprec.linear.backends.blackwell_mx import dense
 from megatron_lowprec.linear.backends.blackwell_mx.dense import operand_of
 from megatron_lowprec.linear.backends.blackwell_mx.proof import Ledger, NativeProofWarning, of_frequencies
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, product_of, why_not
+from megatron_lowprec.linear.backends.emulated import dense as emulated_dense
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
-from megatron_lowprec.linear.backends.protocol import COLUMNWISE, ROWWISE
+from megatron_lowprec.linear.backends.protocol import BOTH, COLUMNWISE, ROWWISE, GemmBackend
 from megatron_lowprec.linear.backends.table import BACKENDS, choose, choose_without_gpu, emulated_rows
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import SIDES, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.quantizer import quantize_by_reference
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.token_rows import pack_rows, unpack_rows
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import get_recipe, recipes
@@ -169,6 +174,7 @@ def test_operands_are_those_of_the_emulated_backend(name: str) -> None:
             mine = native.quantize(tensor, matrix, STEP, request)[0].validate()
             theirs = emulated.quantize(tensor, matrix, STEP, request)[0].validate()
             operand = operand_of(mine, bool(columnwise))
+            same_sizes(dense_of(native).empty(tensor, matrix, request), mine)
             want = theirs.columnwise_data if columnwise else theirs.rowwise_data
             assert want is not None
             assert torch.equal(reference.values(operand).bfloat16(), want)
@@ -176,6 +182,47 @@ def test_operands_are_those_of_the_emulated_backend(name: str) -> None:
                 of_codes = request._replace(codes=True, rowwise=True, columnwise=False)
                 same_values = theirs if columnwise else emulated.quantize(tensor, matrix, STEP, of_codes)[0]
                 assert torch.equal(mine.dequantize(), same_values.dequantize())
+
+
+def dense_of(backend: GemmBackend) -> dense.BlackwellMxGemms:
+    assert isinstance(backend, dense.BlackwellMxGemms)
+    return backend
+
+
+def same_sizes(empty: QuantizedTensor | None, made: QuantizedTensor) -> None:
+    """A compiler's sizes are those of the operand."""
+    for name in QuantizedTensor.__slots__:
+        mine, theirs = getattr(empty, name), getattr(made, name)
+        if isinstance(theirs, torch.Tensor):
+            assert (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype), name
+        else:
+            assert mine == theirs, name
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4_all"])
+def test_stored_weights_are_multiplied_as_codes(name: str) -> None:
+    """A weight that is kept as values of the grid and scales gives the operand of a cast."""
+    native, w = gemms_of(name).backends.built("blackwell_mx"), torch.randn(OUT, IN).bfloat16()
+    for gemm, request in (("fprop", ROWWISE[0]), ("dgrad", COLUMNWISE[0])):
+        columnwise = gemm == "dgrad"
+
+        class Stored:
+            def quantized(self, *, columnwise: bool, codes: bool, on_grid: bool) -> QuantizedTensor:
+                assert on_grid
+                assert not codes
+                spec = load(name).gemms["dgrad" if columnwise else "fprop"].weight
+                found = quantize_by_reference(w.t() if columnwise else w, spec)
+                data = found.data.bfloat16(), found.scale
+                ways = {"columnwise_data": data[0], "columnwise_scale": data[1]}
+                ways = ways if columnwise else {"rowwise_data": data[0], "rowwise_scale": data[1]}
+                ways["columnwise_tensor_scale" if columnwise else "rowwise_tensor_scale"] = found.tensor_scale
+                return QuantizedTensor(w.shape, w.dtype, spec, **ways)
+
+        mine = operand_of(native.primary_weight(gemm, Stored()).validate(), columnwise)
+        want = operand_of(native.quantize("weight", w, STEP, request)[0], columnwise)
+        assert torch.equal(mine.codes, want.codes)
+        assert torch.equal(mine.scales, want.scales)
+        assert mine.tensor_scale == want.tensor_scale
 
 
 def test_codes_of_a_dispatcher_are_multiplied() -> None:
@@ -414,3 +461,62 @@ def test_products_on_this_gpu_are_within_their_bound(name: str) -> None:
         passes(name, finite=True, device="cuda")
     assert not ledger.fault, ledger.fault
     assert len(ledger.checks) >= 3 * len(on_blackwell(load(name)))
+
+
+@pytest.mark.parametrize("name", ["nvfp4_all", "mxfp8_2d", "nvfp4_four_over_six"])
+def test_square_blocks_by_the_kernel_are_those_by_the_reference(name: str) -> None:
+    """The kernel's outputs along columns, which a test compares interpreted, become both directions."""
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    gemms = gemms_of(name)
+    native = gemms.backends.built("blackwell_mx")
+    want = [native.quantize("weight", weight, STEP, request)[0] for request in (ROWWISE[0], COLUMNWISE[0])]
+
+    class Kernel:
+        @staticmethod
+        def quantize_mx(x: torch.Tensor, rule: MxRule, columns: Direction, codes: bool, **_: Any) -> MxCast:
+            assert codes
+            spec = load(name).gemms["fprop"].weight
+            made = quantize_by_reference(x.t(), spec)
+            columnwise = aligned_codes(encode(made.data, rule.fmt), rule.fmt.bits)
+            scale = made.scale.repeat_interleave(rule.block_rows, 0)
+            return MxCast(columnwise_data=columnwise, columnwise_scale=scale, columnwise_tensor_scale=made.tensor_scale)
+
+    with (
+        patch.object(dense, "fuses_mx", lambda *_, **__: True),
+        patch.object(
+            emulated_dense, "with_amaxes", lambda _, __, rows, columns, **___: {"rows": rows, "columns": columns}
+        ),
+        patch.object(dense, "load", lambda _: Kernel),
+    ):
+        for request in (ROWWISE[0], COLUMNWISE[0], BOTH[0]):
+            made = native.quantize("weight", weight, STEP, request)[0].validate()
+            for columnwise, wanted in enumerate((request.rowwise, request.columnwise)):
+                if wanted:
+                    mine, theirs = operand_of(made, bool(columnwise)), operand_of(want[columnwise], bool(columnwise))
+                    assert torch.equal(mine.codes, theirs.codes)
+                    assert torch.equal(mine.scales, theirs.scales)
+                    assert mine.tensor_scale == theirs.tensor_scale
+
+
+def test_operands_of_a_compiled_graph_have_no_shape() -> None:
+    """Its operators pass data and scales on: the product is that of the padded operand."""
+    gemms, generator = gemms_of("nvfp4_all"), torch.Generator().manual_seed(1)
+    native = gemms.backends.built("blackwell_mx")
+    dy, x = (torch.randn(104, size, generator=generator).bfloat16() for size in (OUT, IN))
+    sides = [native.quantize(name, of, STEP, COLUMNWISE[0])[0] for name, of in (("grad_output", dy), ("input", x))]
+    bare = [
+        QuantizedTensor(
+            torch.Size((OUT, OUT)),
+            torch.uint8,
+            one.spec,
+            columnwise_data=one.columnwise_data,
+            columnwise_scale=one.columnwise_scale,
+            columnwise_tensor_scale=one.columnwise_tensor_scale,
+        )
+        for one in sides
+    ]
+    want, got = (native.gemm("wgrad", *each, torch.float32) for each in (sides, bare))
+    assert operand_of(bare[0], True).columns == 128  # 104 tokens, 112 with the transform's zeros
+    magnitudes = (dense._magnitudes(operand_of(one, True)) for one in sides)
+    bound = 2 * 128 * 2.0**-24 * reference.mx_gemm(*magnitudes, out_dtype=torch.float32)  # of sums in two orders
+    assert ((got - want).abs() <= bound).all()

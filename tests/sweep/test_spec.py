@@ -16,7 +16,7 @@ from tests.sweep.conftest import Fake, WriteSweep
 
 SHIPPED = sorted((SHIPPED / "configs" / "sweeps").glob("*.yaml"))
 NAMES = {"paper_table2", "rht_block_size", "fp8_forward", "mxfp8_rounding", "fp8_scaling", "fp8_lm"}
-CHECKS = {"fp8_native"}  # of this project's own kernels, on a GPU alone
+CHECKS = {"fp8_native", "mxfp8_native"}  # of this project's own kernels, on a GPU alone
 STUDIES = {"gpt_25m_schedule", "all_recipes", "token_ladder", "learning_rate", "mxfp8_operands", "late_growth"}
 STUDIES |= {"fp4_rivals", "stochastic_rounding"}
 """Of one question each."""

@@ -19,11 +19,13 @@ def mx_gemm(
     b: MxOperand,
     *,
     alpha: float = 1.0,
+    compute_dtype: torch.dtype = torch.bfloat16,
     out_dtype: torch.dtype,
     accumulate_into: torch.Tensor | None = None,
     overwrite: bool = False,
 ) -> torch.Tensor:
-    """As the reference; cuBLAS sums in its order. It has no alpha for MXFP8, so that must be 1.
+    """As the reference; cuBLAS sums in its order. It has no alpha for MXFP8, so that must be 1,
+    and takes codes, so ``compute_dtype`` has no effect.
 
     torch's product cannot accumulate: adding is a separate pass.
     """

@@ -62,6 +62,11 @@ def to_tiles(scales: torch.Tensor, block_rows: int = 1, rows: int | None = None)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
 
 
+def bytes_of_tiles(rows: int, blocks: int) -> int:
+    """Bytes of ``to_tiles`` of scales [rows, blocks]."""
+    return -(-rows // TILE_ROWS) * -(-blocks // TILE_BLOCKS) * TILE_ROWS * TILE_BLOCKS
+
+
 def from_tiles(tiles: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
     """Scales [rows, blocks] of ``to_tiles``, one a row."""
     down, across = -(-rows // TILE_ROWS), -(-blocks // TILE_BLOCKS)

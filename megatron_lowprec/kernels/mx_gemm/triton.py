@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_lowprec.kernels.interpreted import INTERPRETED
 from megatron_lowprec.kernels.mx_gemm.operand import TILE_BLOCKS, MxOperand
 
 
@@ -27,6 +26,7 @@ class Tile(NamedTuple):
     stages: int
 
 
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 TILE = Tile(128, 128, 128, 8, 3)
 BLOCK_SCALED = ("sm100", "sm103", "sm120")
 """GPUs for which the instructions of ``TILE`` are tested."""
@@ -94,6 +94,7 @@ def _mx_gemm_kernel(
     TENSOR_SCALES: tl.constexpr,
     ADDS: tl.constexpr,
     FOLDS: tl.constexpr,
+    DTYPE: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -101,7 +102,8 @@ def _mx_gemm_kernel(
 ):
     """Pitches are the bytes of a row of codes, ``across`` the tiles of scales along K.
 
-    TENSOR_SCALES: bit set, 1 for a's and 2 for b's. ADDS: to ``out``, which is fp32. FOLDS: decode before the product.
+    TENSOR_SCALES: bit set, 1 for a's and 2 for b's. ADDS: to ``out``, which is fp32. FOLDS: decode to DTYPE before the
+    product.
     """
     A_BYTES: tl.constexpr = BK // 2 if A_FORMAT == "e2m1" else BK
     B_BYTES: tl.constexpr = BK // 2 if B_FORMAT == "e2m1" else BK
@@ -119,7 +121,6 @@ def _mx_gemm_kernel(
         a_scales = _scales(a_scales_ptr, m, step * (BK // BLOCK), across, M, BK // BLOCK, TILE_BLOCKS)
         b_scales = _scales(b_scales_ptr, n, step * (BK // BLOCK), across, N, BK // BLOCK, TILE_BLOCKS)
         if FOLDS:
-            DTYPE: tl.constexpr = tl.float32 if INTERPRETED else tl.bfloat16
             a = _folded(a, a_scales, A_FORMAT, BLOCK, DTYPE)
             b = _folded(b, b_scales, B_FORMAT, BLOCK, DTYPE)
             total = tl.dot(a, tl.trans(b), total)
@@ -154,6 +155,7 @@ def mx_gemm(
     b: MxOperand,
     *,
     alpha: float = 1.0,
+    compute_dtype: torch.dtype = torch.bfloat16,
     out_dtype: torch.dtype,
     accumulate_into: torch.Tensor | None = None,
     overwrite: bool = False,
@@ -162,7 +164,8 @@ def mx_gemm(
     """As the reference, in the order of the tile.
 
     Args:
-        folds: multiply scales into bf16 values before the product: on GPUs without block-scaled instructions.
+        compute_dtype: only of ``folds``; else tensor cores take codes.
+        folds: multiply scales into the values before the product: on GPUs without block-scaled instructions.
     """
     M, N = a.codes.shape[0], b.codes.shape[0]
     out = a.codes.new_empty((M, N), dtype=out_dtype) if accumulate_into is None else accumulate_into
@@ -186,6 +189,7 @@ def mx_gemm(
         tensor_scales=sum(1 << i for i, scale in enumerate(of_tensors) if scale is not None),
         adds=accumulate_into is not None and not overwrite,
         folds=folds,
+        compute_dtype=compute_dtype,
     )
     _mx_gemm_kernel[(-(-M // TILE.BM) * -(-N // TILE.BN),)](*arguments, **constants, **OPTIONS)
     return out
@@ -197,7 +201,14 @@ OPTIONS: dict[str, Any] = {"num_warps": TILE.warps, "num_stages": TILE.stages, "
 
 @lru_cache(maxsize=64)
 def constants_of(
-    a_format: str, b_format: str, block: int, *, tensor_scales: int = 0, adds: bool = False, folds: bool = False
+    a_format: str,
+    b_format: str,
+    block: int,
+    *,
+    tensor_scales: int = 0,
+    adds: bool = False,
+    folds: bool = False,
+    compute_dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
     """The kernel's constexpr arguments."""
     return {
@@ -207,6 +218,7 @@ def constants_of(
         "TENSOR_SCALES": tensor_scales,
         "ADDS": adds,
         "FOLDS": folds,
+        "DTYPE": _DTYPES[compute_dtype],
         "TILE_BLOCKS": TILE_BLOCKS,
         "BM": TILE.BM,
         "BN": TILE.BN,

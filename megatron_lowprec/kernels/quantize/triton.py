@@ -196,7 +196,8 @@ def quantize_mx(
     Args:
         x: [M, N] bf16 or fp32, the last dimension contiguous; N a multiple of ``rule.block`` and of len(signs) if
             ``rows`` is given. Any M: the kernel zero-pads columns, which changes no scale.
-        rule: format, scale and rounding. Square blocks: nearest, no transform, no codes; one output serves both.
+        rule: format, scale and rounding. Square blocks: nearest, no transform, one output for both; codes
+            only along columns, with a scale for each row of them.
         rows: rowwise data, blocks along the last dimension (the operand x); None to omit.
         columns: columnwise data, blocks along the first dimension (the operand x.T); None to omit.
         rng_step: int32 [2] on the device of x, step and microbatch of the draws. It is in memory so that a captured

@@ -1,6 +1,6 @@
 """--native: the proof of products on GPUs that the project has not run, in the log and in run.json."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.dispatch import arch_of
 from megatron_lowprec.linear.backends.blackwell_mx.proof import LEDGER
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES
-from megatron_lowprec.linear.backends.table import Choice
+from megatron_lowprec.linear.backends.table import UNVERIFIED, Choice
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.distributed.rank_sync import on_any_rank
 
@@ -39,11 +39,15 @@ class NativeProof:
     """Says the result of the proof after the first iteration of a launch, which is when sizes are proved.
 
     Args:
-        record: takes the checks, as JSON.
+        record: takes the checks, as JSON, and the backends that are emulated since.
     """
 
     def __init__(
-        self, config: Config, device: torch.device, say: Callable[..., None], record: Callable[[dict[str, Any]], None]
+        self,
+        config: Config,
+        device: torch.device,
+        say: Callable[..., None],
+        record: Callable[[dict[str, Any], Collection[str]], None],
     ) -> None:
         proves = arch_of(device) in WITH_BLOCK_SCALES and config.native != "off"
         self._pending = proves and config.transformer_impl == "local"
@@ -57,6 +61,6 @@ class NativeProof:
         elsewhere = on_any_rank(bool(LEDGER.fault), self._device) and not LEDGER.fault
         if LEDGER.checks:
             self._say(LEDGER.summary())
-            self._record(LEDGER.as_json())
+            self._record(LEDGER.as_json(), UNVERIFIED if LEDGER.fault or elsewhere else ())
         if elsewhere:
             self._say("native products FAILED their proof on another rank, which emulates: see its warning")

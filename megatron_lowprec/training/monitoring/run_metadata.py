@@ -6,7 +6,7 @@ import datetime
 import json
 import secrets
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,12 @@ class RunRecord:
             self._facts[PHASES] = {**self._facts.get(PHASES, {}), str(number): dict(gemms)}
             self._write()
 
-    def native_proof(self, checks: Mapping[str, Any]) -> None:
-        """Record the checks of native products on hardware that the project has not run."""
+    def native_proof(self, checks: Mapping[str, Any], fell_back: Collection[str]) -> None:
+        """Record the checks of native products; ``fell_back``: backends whose GEMMs are emulated since."""
         if self._writes:
+            gemms = self._facts["gemms"].items()
+            emulated = {gemm: how for gemm, how in gemms if how.split(" ")[0] in fell_back}
+            self._facts["gemms"] |= {gemm: f"emulated ({how}: failed its proof)" for gemm, how in emulated.items()}
             self._facts["native_proof"] = dict(checks)
             self._write()
 

@@ -39,9 +39,8 @@ STATED = (
     "make-vocab-size-divisible-by",
 )
 # Their values have a source, or are said to be ours or Megatron's, line by line or in the opening comment.
-PUBLISHED = [
-    path for path in CONFIGS if path.stem.startswith(("gpt_345m", "gpt_1.3b", "gpt_6.7b", "gpt_8b", "gpt_843m"))
-]
+_OF_PAPERS = ("gpt_345m", "gpt_1.3b", "gpt_6.7b", "gpt_8b", "gpt_843m", "gpt_2b")
+PUBLISHED = [path for path in CONFIGS if path.stem.startswith(_OF_PAPERS)]
 
 
 def resolved(name: str, *flags: str, world_size: int = 8) -> Config:
@@ -105,6 +104,7 @@ def test_fits_a_node_of_eight_80_gib_gpus(path: Path) -> None:
         ("gpt_1.3b_released", 1315.8),
         ("gpt_6.7b_released", 6657.6),
         ("gpt_843m_mxfp8", 834.2),
+        ("gpt_2b_mxfp8", 1988.0),
         ("gpt_8b_mxfp8", 6049.2),
         ("llama3_8b", 7391.7),
         ("moe_16b_mxfp8", 15817.1),
@@ -178,6 +178,7 @@ def test_values_are_the_source_s(name: str) -> None:
         ("gpt_1.3b_released", [], 41.9),
         ("gpt_6.7b_released", [], 21.0),
         ("gpt_843m_mxfp8", [], 300.0),
+        ("gpt_2b_mxfp8", [], 40.0),
         ("gpt_8b_mxfp8", [], 15_000.0),
         ("moe_16b_mxfp8", [], 1_000.0),
         ("deepseek_16b", [], 5_700.0),

@@ -1,18 +1,21 @@
 """--native of the driver: what is required, said and recorded."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.backends.blackwell_mx.proof import Check, Ledger
+from megatron_lowprec.linear.backends.blackwell_mx.proof import Check, Ledger, NativeProofWarning
 from megatron_lowprec.linear.backends.table import choose
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.monitoring import native_proof
+from megatron_lowprec.training.monitoring.run_metadata import RunRecord
 
 CPU = torch.device("cpu")
 
@@ -29,7 +32,7 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
 
 def said_after(config: Config, iterations: int = 2) -> tuple[list[str], list[dict[str, Any]]]:
     said, recorded = list[str](), list[dict[str, Any]]()
-    proof = native_proof.NativeProof(config, CPU, said.append, recorded.append)
+    proof = native_proof.NativeProof(config, CPU, said.append, lambda checks, fell_back: recorded.append(checks))
     for _ in range(iterations):
         proof.after_iteration()
     return said, recorded
@@ -60,3 +63,18 @@ def test_a_fault_of_another_rank_is_said(ledger: Ledger, monkeypatch: pytest.Mon
     monkeypatch.setattr(native_proof, "on_any_rank", lambda *_: True)
     said, _ = said_after(Config())
     assert said == ["native products FAILED their proof on another rank, which emulates: see its warning"]
+
+
+def test_a_run_whose_products_failed_is_recorded_as_emulated(ledger: Ledger, tmp_path: Path) -> None:
+    """An emulated speed is never reported as a native one."""
+    facts = {"gemms": {"fprop": "hopper_fp8 on sm100", "dgrad": "blackwell_mx on sm100"}}
+    record = RunRecord(tmp_path / "run.json", True, facts, continues=False)
+    with pytest.warns(NativeProofWarning):
+        ledger.record(("a",), Check("dgrad [2, 3]", 7.0, "wrong"))
+    native_proof.NativeProof(Config(), CPU, lambda *_: None, record.native_proof).after_iteration()
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert written["native_proof"]["fault"] == "dgrad [2, 3]: wrong"
+    assert written["gemms"] == {
+        "fprop": "hopper_fp8 on sm100",
+        "dgrad": "emulated (blackwell_mx on sm100: failed its proof)",
+    }

@@ -12,9 +12,17 @@ from torch.nn.functional import pad
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.kernels.dispatch import add_bias_, arch_of, load
+from megatron_lowprec.kernels.dispatch import add_bias_, arch_of, fuses_mx, load
 from megatron_lowprec.kernels.mx_gemm import native, reference
-from megatron_lowprec.kernels.mx_gemm.operand import ALIGNED, MxOperand, aligned_codes, from_tiles, to_tiles
+from megatron_lowprec.kernels.mx_gemm.operand import (
+    ALIGNED,
+    MxOperand,
+    aligned_codes,
+    bytes_of_tiles,
+    from_tiles,
+    to_tiles,
+)
+from megatron_lowprec.kernels.quantize.elements import unpacked
 from megatron_lowprec.kernels.quantize.reference import encode
 from megatron_lowprec.linear.backends.blackwell_mx.proof import (
     LEDGER,
@@ -31,7 +39,8 @@ from megatron_lowprec.linear.backends.hopper_fp8.why_not import operands_of
 from megatron_lowprec.linear.backends.protocol import CastRequest, KnownAmax, LayerContext
 from megatron_lowprec.linear.layer_tensors import in_memory
 from megatron_lowprec.linear.linear_id import SIDES
-from megatron_lowprec.quantization.quantizer import quantize_by_reference
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
+from megatron_lowprec.quantization.quantizer import mx_rule, quantize_by_reference
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers
 from megatron_lowprec.recipe.schema import QuantSpec
@@ -39,7 +48,7 @@ from megatron_lowprec.recipe.schema import QuantSpec
 _Sides = tuple[tuple[QuantizedTensor, bool], tuple[QuantizedTensor, bool]]
 """Two operands, each with whether its columnwise data are multiplied."""
 
-_CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float4_e2m1fn_x2}
+_CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.uint8}
 
 
 class BlackwellMxGemms(EmulatedGemms):
@@ -69,15 +78,61 @@ class BlackwellMxGemms(EmulatedGemms):
         """As ``GemmBackend``; codes for other backends, and all after a failed proof, are those of the emulated one."""
         if request.codes or LEDGER.fault:
             return self.emulated.quantize(tensor, matrix, rng_step, request, amax)
-        made, sums = super().quantize(tensor, matrix, rng_step, request._replace(codes=True), amax)
+        if (square := self._square(tensor, matrix, rng_step, request)) is not None:
+            made, sums = square, None
+        else:
+            made, sums = super().quantize(tensor, matrix, rng_step, request._replace(codes=True), amax)
         if made.rowwise_data is not None:
-            made.rowwise_data, made.rowwise_scale = _in_tiles(made.spec, *made.rowwise())
+            made.rowwise_data, made.rowwise_scale = _in_tiles(made.spec, *made.rowwise(), made.shape[0])
         if made.columnwise_data is not None:
-            made.columnwise_data, made.columnwise_scale = _in_tiles(made.spec, *made.columnwise())
+            made.columnwise_data, made.columnwise_scale = _in_tiles(made.spec, *made.columnwise(), made.shape[1])
         made.scale_layout = "tiles_128x4"
         if LEDGER.proves(in_memory(matrix).device):
             return self._proved_operand(tensor, matrix, rng_step, request, amax, made), sums
         return made, sums
+
+    def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor | None:
+        """As ``quantize``, with data and scales not filled; sizes may be symbolic."""
+        first = self.specs[SIDES[tensor][not request.rowwise], tensor]
+        made = QuantizedTensor(matrix.shape, matrix.dtype, first, scale_layout="tiles_128x4")
+        for name, columnwise in zip(SIDES[tensor], (False, True), strict=True):
+            spec, transform = self.specs[name, tensor], self.transform(name, RngStep(0, 0))
+            if not (request.columnwise if columnwise else request.rowwise):
+                continue
+            assert spec is not None
+            assert spec.block is not None
+            rows, length = reversed(matrix.shape) if columnwise else matrix.shape
+            whole = 1 if transform is None else transform.block
+            columns = -(-length // whole) * whole
+            width = -(-columns // ALIGNED) * ALIGNED * FORMATS[spec.format].bits // 8
+            codes = matrix.new_empty((rows, width), dtype=torch.uint8).view(_CODES[spec.format])
+            tiles = matrix.new_empty((bytes_of_tiles(rows, -(-columns // spec.block[1])),), dtype=torch.uint8)
+            above = None if spec.tensor_scale is None else matrix.new_empty((1, 1), dtype=torch.float32)
+            of = None if transform is None else transform.spec
+            if columnwise:
+                made.columnwise_data, made.columnwise_scale, made.columnwise_tensor_scale = codes, tiles, above
+                made.columnwise_transform = of
+            else:
+                made.rowwise_data, made.rowwise_scale, made.rowwise_tensor_scale = codes, tiles, above
+                made.rowwise_transform = of
+        return made
+
+    def primary_weight(self, gemm: str, weight: Fp8Weight) -> Any:
+        """As ``GemmBackend``: its codes in the units' layout; None if the weight has none for the GEMM."""
+        if LEDGER.fault:
+            return self.emulated.primary_weight(gemm, weight)
+        made: Any = weight.quantized(columnwise=gemm == "dgrad", codes=False, on_grid=True)
+        if made is None:
+            return None
+        fmt, (rows, columns) = made.format, made.shape
+        if made.rowwise_data is not None:
+            codes = aligned_codes(encode(made.rowwise_data, fmt), fmt.bits)
+            made.rowwise_data, made.rowwise_scale = _in_tiles(made.spec, codes, made.rowwise_scale, rows)
+        if made.columnwise_data is not None:
+            codes = aligned_codes(encode(made.columnwise_data, fmt), fmt.bits)
+            made.columnwise_data, made.columnwise_scale = _in_tiles(made.spec, codes, made.columnwise_scale, columns)
+        made.scale_layout = "tiles_128x4"
+        return made
 
     def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As ``GemmBackend``: the codes in the units' layout."""
@@ -87,13 +142,13 @@ class BlackwellMxGemms(EmulatedGemms):
         data, scale = quantized.rowwise()
         fmt = quantized.format
         codes = data.view(torch.uint8) if data.element_size() == 1 else encode(data, fmt)
-        return _in_tiles(quantized.spec, aligned_codes(codes, fmt.bits), scale)
+        return _in_tiles(quantized.spec, aligned_codes(codes, fmt.bits), scale, quantized.shape[0])
 
     def fuses_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
-        """As ``GemmBackend``: where the MX kernel writes codes, of blocks of one row."""
+        """As ``GemmBackend``: where the MX kernel does, square blocks by ``_square``."""
         spec = self.specs[SIDES[tensor][0], tensor]
-        one_row = spec is not None and spec.block is not None and spec.block[0] == 1
-        return one_row and super().fuses_directions(tensor, matrix, rng_step)
+        together = super().fuses_directions(tensor, matrix, rng_step)
+        return together and spec is not None and (spec.block is None or spec.block[0] == 1 or _as_square(spec))
 
     def gemm(
         self,
@@ -118,7 +173,7 @@ class BlackwellMxGemms(EmulatedGemms):
             y = self._emulated(name, sides, options)
         else:
             left, right = (operand_of(*side) for side in sides)
-            product = self._product(name, left.codes.device, a.dtype)
+            product = self._product(name, left.codes.device)
             # the number of tokens varies: rows of fprop and dgrad, terms of wgrad
             sizes = left.codes.shape[0], right.codes.shape[0], left.columns
             tokens = 2 if name == "wgrad" else 0
@@ -160,6 +215,35 @@ class BlackwellMxGemms(EmulatedGemms):
             check = of_product(what, got, want, magnitudes, left.columns, addend)
         chosen = got if LEDGER.record(key, check) else want
         return chosen if total is None else total.copy_(chosen)
+
+    def _square(
+        self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep, request: CastRequest
+    ) -> QuantizedTensor | None:
+        """Codes of square blocks by the MX kernel, which writes them along columns; None where it does not take them.
+
+        Scales are repeated for each row. Rowwise codes are the transpose of columnwise ones.
+        """
+        source, name = in_memory(matrix), SIDES[tensor][not request.rowwise]
+        spec = self.specs[name, tensor]
+        if spec is None or not _as_square(spec) or source.stride(1) != 1 or self.transform(name, rng_step) is not None:
+            return None
+        rule = mx_rule(spec)
+        if not fuses_mx(source, rule):
+            return None
+        assert rule is not None
+        arguments = self._cast_arguments(tensor, source.t(), rule, {name: None}, rng_step)
+        if request.rowwise and not rule.shares_directions:  # errors are summed in the order of rows
+            arguments["columns"] = arguments["columns"]._replace(lanes_first=True)
+        codes, scale, above = load("quantize").quantize_mx(**arguments, codes=True).direction(False)
+        made = QuantizedTensor(source.shape, source.dtype, spec)
+        if request.columnwise:
+            made.columnwise_data, made.columnwise_scale, made.columnwise_tensor_scale = codes, scale, above
+        if request.rowwise:
+            bits = FORMATS[spec.format].bits
+            entries = (unpacked(codes) if bits == 4 else codes)[:, : source.shape[0]].t()
+            made.rowwise_data, made.rowwise_tensor_scale = aligned_codes(entries, bits), above
+            made.rowwise_scale = scale[:: rule.block_rows].t()
+        return made
 
     def _proved_operand(
         self,
@@ -210,9 +294,9 @@ class BlackwellMxGemms(EmulatedGemms):
         rest = {option: value for option, value in options.items() if option not in ("alpha", "out_dtype")}
         return self.emulated.gemm(name, a, b, options["out_dtype"], **rest)
 
-    def _product(self, name: str, device: torch.device, compute_dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    def _product(self, name: str, device: torch.device) -> Callable[..., torch.Tensor]:
         if device.type == "cpu":
-            return partial(reference.mx_gemm, compute_dtype=compute_dtype)
+            return reference.mx_gemm
         arch, gemm = arch_of(device), self._gemms[name]
         if product_of(name, gemm, arch) == "scaled_mm":
             return native.mx_gemm
@@ -222,6 +306,12 @@ class BlackwellMxGemms(EmulatedGemms):
         return partial(product, folds=True) if folds else product
 
 
+def _as_square(spec: QuantSpec) -> bool:
+    """Whether ``_square`` takes an operand, but for its matrix."""
+    square = spec.block is not None and spec.block[0] == spec.block[1] > 1
+    return square and spec.source == "original" and spec.scaling == "current"
+
+
 def _decoded(quantized: QuantizedTensor, columnwise: bool) -> QuantizedTensor:
     """One direction as the emulated backend holds it."""
     data = quantized.columnwise_data if columnwise else quantized.rowwise_data
@@ -229,7 +319,7 @@ def _decoded(quantized: QuantizedTensor, columnwise: bool) -> QuantizedTensor:
     if data.dtype not in _CODES.values():
         return quantized
     found = replace(quantized, folded=True, scale_layout="plain", rowwise_scale=None, columnwise_scale=None)
-    values = reference.values(operand_of(quantized, columnwise)).to(quantized.dtype)
+    values = reference.values(operand_of(quantized, columnwise)).to(torch.bfloat16)  # of all models that come here
     if columnwise:
         found.columnwise_data = values
     else:
@@ -256,26 +346,38 @@ def _in_steps(operand: MxOperand, spec: QuantSpec, exact: torch.Tensor) -> tuple
 
 
 def operand_of(quantized: QuantizedTensor, columnwise: bool) -> MxOperand:
-    """One direction of a tensor quantized by ``BlackwellMxGemms``."""
+    """One direction of a tensor quantized by ``BlackwellMxGemms``.
+
+    K has the zeros of the transform, and those of the layout only in an operator of a compiled graph, which gets data
+    without the tensor's shape and dtype.
+    """
     data, scale = quantized.columnwise() if columnwise else quantized.rowwise()
     above = quantized.columnwise_tensor_scale if columnwise else quantized.rowwise_tensor_scale
-    transform = quantized.columnwise_transform if columnwise else quantized.rowwise_transform
-    spec, length = quantized.spec, quantized.shape[0 if columnwise else 1]
-    whole = 1 if transform is None else transform.block
+    spec = quantized.spec
     assert spec is not None
     assert spec.block is not None
     assert scale is not None
-    columns = -(-length // whole) * whole
+    if quantized.dtype == data.dtype:
+        columns = data.shape[1] * 8 // FORMATS[spec.format].bits
+    else:
+        transform = quantized.columnwise_transform if columnwise else quantized.rowwise_transform
+        length, whole = quantized.shape[0 if columnwise else 1], 1 if transform is None else transform.block
+        columns = -(-length // whole) * whole
     return MxOperand(data.view(torch.uint8), scale, spec.format, spec.block[1], columns, above)
 
 
 def _in_tiles(
-    spec: QuantSpec | None, codes: torch.Tensor, scale: torch.Tensor | None
+    spec: QuantSpec | None, codes: torch.Tensor, scale: torch.Tensor | None, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [R, bytes] in torch's dtype, rows padded with zeros, and their scales in tiles, one for each row."""
+    """Codes [rows, bytes] in torch's dtype, padded with zeros, and their scales in tiles, one for each row.
+
+    Args:
+        scale: of each row, or of each block of rows.
+    """
     assert spec is not None
     assert spec.block is not None
     assert scale is not None
     missing = -codes.shape[1] % (ALIGNED * FORMATS[spec.format].bits // 8)
     codes = pad(codes, (0, missing)) if missing else codes
-    return codes.view(_CODES[spec.format]), to_tiles(scale, spec.block[0], codes.shape[0])
+    block_rows = 1 if scale.shape[0] == rows else spec.block[0]
+    return codes.view(_CODES[spec.format]), to_tiles(scale, block_rows, rows)

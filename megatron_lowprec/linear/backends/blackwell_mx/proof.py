@@ -1,4 +1,4 @@
-"""Proof at start: native operands and products beside emulated ones, on hardware that nobody here has run.
+"""Proof at start: native operands and products beside emulated ones, on hardware that the project has not run.
 
 The first product of each size and kind is computed twice, of the real operands. A sum of K terms in fp32 is off by at
 most K 2^-24 of the sum S of magnitudes; a tensor core may drop what is below 2^-23 of a partial sum, at each term. Both

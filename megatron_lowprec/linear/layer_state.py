@@ -62,9 +62,10 @@ class StatefulLayer(nn.Module):
         Args:
             own_node: autograd has made the node of the pass, as it has within compiled code.
         """
-        training, linear_gemms = is_training_pass(self.training), self.linear_gemms
+        linear_gemms = self.linear_gemms
         if self.group is None:
             return linear_gemms
+        training = is_training_pass(self.training)
         # a recomputation uses the scales of its first pass, even if optimizers step within the backward pass
         if not in_backward_pass():
             self.group.begin_pass(training)

@@ -17,7 +17,7 @@ from megatron_lowprec.linear.compiled import identity_of
 from megatron_lowprec.linear.layer_histories import LayerGroup, LayerHistories
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import SIDES
-from megatron_lowprec.quantization.amax_history import AMAX, empty_histories, load_histories
+from megatron_lowprec.quantization.amax_history import AMAX, empty_histories, load_histories, update_together
 from megatron_lowprec.quantization.device_rng_step import capturing
 from megatron_lowprec.quantization.forward_pass import PassCounter, is_training_pass
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
@@ -103,6 +103,7 @@ class StatefulLayer(nn.Module):
     def end_step(self) -> None:
         """Update delayed scales after an optimizer step; of this layer and this rank only."""
         self.histories.end_step()
+        update_together(self.histories)
 
     # ---- state dict
     @property

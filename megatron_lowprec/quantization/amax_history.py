@@ -8,7 +8,7 @@ serves every format that a tensor is cast to.
 Under the rule ``held`` the window takes an amax only when it has none, so that one in ``length`` updates counts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -135,6 +135,24 @@ class AmaxHistory:
         """Multiply all recorded values of one tensor by ``factor``."""
         self.in_effect[slot] *= factor
         self.window[:, slot] *= factor
+
+
+def update_together(histories: Iterable[AmaxHistory]) -> None:
+    """``drop_not_finite`` and ``update`` of each, in a few launches for all of one rule, length and device."""
+    kinds = dict[tuple[Any, ...], list[AmaxHistory]]()
+    for history in histories:
+        kinds.setdefault((history.newest.device, history.length, history.rule), []).append(history)
+    for same in kinds.values():
+        states = [(history.newest, history.window, history.in_effect) for history in same]
+        newest, window, in_effect = whole = [torch.cat(tensors, dim=-1) for tensors in zip(*states, strict=True)]
+        newest.nan_to_num_(nan=0.0, posinf=0.0)
+        with torch.cuda.device_of(newest):
+            same[0]._update_(newest, window, in_effect)
+        sizes = [history.newest.numel() for history in same]
+        for parts, updated in zip(zip(*states, strict=True), whole, strict=True):
+            torch._foreach_copy_(parts, updated.split(sizes, dim=-1))
+        for history in same:
+            history._unread = True
 
 
 def add_tensors(

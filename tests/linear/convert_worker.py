@@ -219,14 +219,14 @@ def a_gather_of_codes_is_half_of_bf16(recipe: str) -> None:
     assert bytes_of_bf16 == [2 * each for each in sent]
 
 
-def compiled_layers_gather_codes() -> None:
-    """Compiled blocks, with graph breaks at the layers, have the losses of eager ones."""
+def compiled_blocks(kind: str, recipe: str, recompute: str) -> None:
+    """They have the losses of eager ones; layers that gather codes break their graphs."""
     losses: list[list[float]] = []
     for compiles in (False, True):
-        model = convert(build(), "fp8_current", data_parallel_rank=0)
+        model = convert(build(recompute=recompute), recipe, data_parallel_rank=0)
         for layer in model.layers if compiles else ():
-            layer.compile(backend="eager")
-        sharded = wrapped("fsdp, FP8 all-gather", model)
+            layer.compile(backend="eager", fullgraph="gather" not in kind)
+        sharded = wrapped(kind, model)
         optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
         losses.append([])
         for step in range(3):
@@ -288,7 +288,9 @@ for broadcast in (False, True):
     check(sharded_state_round_trip, "fp8_current", broadcast)
     check(sharded_state_round_trip, "fp8_delayed", broadcast)
     check(sharded_state_round_trip, "fp8_mxfp4_rht_sr", broadcast)
-check(compiled_layers_gather_codes)
+check(compiled_blocks, "fsdp, FP8 all-gather", "fp8_current", "")
+check(compiled_blocks, "fsdp", "mxfp4_rht_sr", "not reentrant")
+check(compiled_blocks, "ddp", "fp8_delayed", "reentrant")
 check(an_fp8_all_gather_is_refused)
 check(ranks_draw_differently)
 check(amaxes_need_the_group)

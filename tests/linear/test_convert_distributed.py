@@ -33,5 +33,5 @@ def test_all_checks_on_two_processes(weekly: bool, tmp_path: Path) -> None:
 
 def test_the_worker_has_all_checks() -> None:
     # 5 recipes and 2 with recomputation on both wrappers, 1 of GPT-2's form, 8 of an FP8 all-gather, 6 of a state dict,
-    # 5 by themselves
-    assert len(convert_worker.CHECKS) == 2 * (5 + 2) + 1 + 8 + 6 + 5
+    # 2 of compiled blocks, 5 by themselves
+    assert len(convert_worker.CHECKS) == 2 * (5 + 2) + 1 + 8 + 6 + 2 + 5

@@ -102,6 +102,7 @@ class Matrix(CastPrologue):
 
     matrix: torch.Tensor
     kind: ClassVar[Kind] = "matrix"
+    head_widths: ClassVar[tuple[int, int]] = (0, 0)
 
     def tensors(self) -> KernelTensors:
         return self.matrix, None, None, None

@@ -156,9 +156,10 @@ def _product(
         way = "rowwise" if SIDES[tensor][0] == gemm else "columnwise"
         assert data is not None
         spec = getattr(backends.context.recipe.gemms[gemm], tensor)
-        fields = {f"{way}_data": data, f"{way}_scale": scale, f"{way}_tensor_scale": tensor_scale}
+        fields: dict[str, Any] = {f"{way}_data": data, f"{way}_scale": scale, f"{way}_tensor_scale": tensor_scale}
         operands.append(QuantizedTensor(torch.Size((rows, rows)), data.dtype, spec, **fields))
-    return backends.built(backend).gemm(gemm, *operands, dtype, bias=bias)
+    first, second = operands
+    return backends.built(backend).gemm(gemm, first, second, dtype, bias=bias)
 
 
 product = define(

@@ -30,20 +30,28 @@ class Specialized:
         self._values = tuple(constants.values())
         self._compiled: dict[Hashable, tuple[Any, ...]] = {}
 
-    def launch(self, programs: int, device: torch.device, arguments: tuple[Any, ...], specialized_on: Hashable) -> None:
-        """Run ``programs`` programs on the current stream of ``device``, the current device.
+    def launch(
+        self,
+        programs: int | tuple[int, int],
+        device: torch.device,
+        arguments: tuple[Any, ...],
+        specialized_on: Hashable,
+    ) -> None:
+        """Run programs on the current stream of ``device``, the current device.
 
         Args:
+            programs: their number, or the sizes of a grid of two dimensions.
             arguments: the other parameters, in signature order.
             specialized_on: properties on which Triton specializes them: dtypes, alignment, divisibility by 16, ones.
         """
+        across, down = (programs, 1) if isinstance(programs, int) else programs
         key = (device.index, specialized_on)
         known = self._compiled.get(key)
         if known is not None:
             run, function, metadata = known
             stream = torch._C._cuda_getCurrentRawStream(device.index)
-            run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *self._values)
+            run(across, down, 1, stream, function, metadata, None, None, None, *arguments, *self._values)
             return
-        compiled = self._kernel[(programs, 1, 1)](*arguments, **self._constants, **self._options)
+        compiled = self._kernel[(across, down, 1)](*arguments, **self._constants, **self._options)
         if hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
             self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata)

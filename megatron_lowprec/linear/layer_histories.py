@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.sharding.tensor_parallel import is_dtensor
-from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.amax_history import AmaxHistory, update_together
 from megatron_lowprec.quantization.device_rng_step import capturing
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import in_backward_pass
@@ -151,17 +151,9 @@ class LayerHistories:
                     history.update()
 
     def end_step(self) -> None:
-        """Update the histories with what this rank has recorded; a tensor without records keeps its history.
-
-        Amaxes that are not finite are left out: the loop has skipped their update, and an Inf would pin the scale for a
-        whole window.
-        """
+        """Before the histories are updated at the end of a step."""
         self._stepped = self._stepped or self._weight is not None
         self._forget_weight()
-        for history in self:
-            with torch.cuda.device_of(history.newest):
-                history.drop_not_finite()
-                history.update()
 
     def loaded(self) -> None:
         """After ``load_state_dict``, whose histories belong to no pass of this process."""
@@ -256,7 +248,11 @@ class LayerGroup:
             self.end_step()
 
     def end_step(self) -> None:
-        """Update all histories, with the maximum over the ranks; collective if these are several."""
+        """Update all histories, with the maximum over the ranks; collective if these are several.
+
+        A tensor without records keeps its history. Amaxes that are not finite are left out: the loop has skipped their
+        update, and an Inf would pin the scale for a whole window.
+        """
         self.pending, self._deferred = self._captured, False
         histories = [layer.histories for layer in self.layers]
         specs = [spec for one in histories for spec in one.specs]
@@ -268,6 +264,7 @@ class LayerGroup:
             self._reduce([history.newest for one in histories for history in one])
         for one in histories:
             one.end_step()
+        update_together(history for one in histories for history in one)
 
     def say_once(self, message: str) -> None:
         """A warning, once for the model."""

@@ -18,7 +18,7 @@ from megatron_lowprec.linear.compiled import identity_of
 from megatron_lowprec.linear.layer_histories import LayerGroup, LayerHistories
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import SIDES
-from megatron_lowprec.quantization.amax_history import AMAX, empty_histories, load_histories
+from megatron_lowprec.quantization.amax_history import AMAX, empty_histories, load_histories, update_together
 from megatron_lowprec.quantization.device_rng_step import capturing
 from megatron_lowprec.quantization.forward_pass import PassCounter, is_training_pass
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
@@ -63,9 +63,10 @@ class StatefulLayer(nn.Module):
         Args:
             own_node: autograd has made the node of the pass, as it has within compiled code.
         """
-        training, linear_gemms = is_training_pass(self.training), self.linear_gemms
+        linear_gemms = self.linear_gemms
         if self.group is None:
             return linear_gemms
+        training = is_training_pass(self.training)
         # a recomputation uses the scales of its first pass, even if optimizers step within the backward pass
         if not in_backward_pass():
             self.group.begin_pass(training)
@@ -103,6 +104,7 @@ class StatefulLayer(nn.Module):
     def end_step(self) -> None:
         """Update delayed scales after an optimizer step; of this layer and this rank only."""
         self.histories.end_step()
+        update_together(self.histories)
 
     # ---- state dict
     @property

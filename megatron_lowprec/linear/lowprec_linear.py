@@ -19,7 +19,6 @@ from megatron_lowprec.linear.once_differentiable import once_differentiable, ref
 from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
 from megatron_lowprec.linear.sharding.tensor_parallel import forward_on_mesh, is_dtensor
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
-from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.coverage import LinearSite, check_no_phases, check_site
 from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
@@ -41,7 +40,7 @@ def _title(linear_gemms: LinearGemms) -> str:
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, x, weight, bias, linear_gemms: LinearGemms, rng_step: RngStep | torch.Tensor | None, update_amax: bool
+        ctx, x, weight, bias, linear_gemms: LinearGemms, rng_step: Any, update_amax: bool
     ):
         with _without_autocast(x):
             y, saved = linear_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=ctx.needs_input_grad[1])

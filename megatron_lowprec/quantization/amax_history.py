@@ -8,7 +8,7 @@ serves every format that a tensor is cast to.
 Under the rule ``held`` the window takes an amax only when it has none, so that one in ``length`` updates counts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,6 +145,24 @@ def raise_newest(histories: Sequence[tuple[AmaxHistory, int]], amax: torch.Tenso
     """``AmaxHistory.update_amax`` of tensors in slots, from their amaxes, fp32 [tensors]."""
     newest = [history.cells(slot)[1] for history, slot in histories]
     torch._foreach_maximum_(newest, amax.nan_to_num(nan=torch.inf, posinf=torch.inf).split(1))
+
+
+def update_together(histories: Iterable[AmaxHistory]) -> None:
+    """``drop_not_finite`` and ``update`` of each, in a few launches for all of one rule, length and device."""
+    kinds = dict[tuple[Any, ...], list[AmaxHistory]]()
+    for history in histories:
+        kinds.setdefault((history.newest.device, history.length, history.rule), []).append(history)
+    for same in kinds.values():
+        states = [(history.newest, history.window, history.in_effect) for history in same]
+        newest, window, in_effect = whole = [torch.cat(tensors, dim=-1) for tensors in zip(*states, strict=True)]
+        newest.nan_to_num_(nan=0.0, posinf=0.0)
+        with torch.cuda.device_of(newest):
+            same[0]._update_(newest, window, in_effect)
+        sizes = [history.newest.numel() for history in same]
+        for parts, updated in zip(zip(*states, strict=True), whole, strict=True):
+            torch._foreach_copy_(parts, updated.split(sizes, dim=-1))
+        for history in same:
+            history._unread = True
 
 
 def add_tensors(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from megatron_lowprec.errors import UserError
@@ -111,7 +112,7 @@ class LinearRecipe:
         """Whether any GEMM is quantized or transformed."""
         return any(spec.quantized for _, spec in self.specs())
 
-    @property
+    @cached_property
     def random(self) -> bool:
         """Whether any GEMM rounds stochastically or has a Hadamard transform with random signs."""
         return any(spec.random for _, spec in self.specs())

@@ -156,6 +156,25 @@ def idle_layers_keep_their_amaxes() -> None:
     assert seen[2] == [[7.0, 7.0, 6.0, 5.0], [5.0, 4.0, 3.0, 5.0], [5.0, 5.0, 0.0, 0.0]]
 
 
+def compiled_blocks(kind: str, recipe: str, recompute: str) -> None:
+    """They have the losses of eager ones; layers that gather codes break their graphs."""
+    losses: list[list[float]] = []
+    for compiles in (False, True):
+        model = convert(build(recompute=recompute), recipe, data_parallel_rank=0)
+        for layer in model.layers if compiles else ():
+            layer.compile(backend="eager", fullgraph="gather" not in kind)
+        sharded = wrapped(kind, model)
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        losses.append([])
+        for step in range(3):
+            loss = sharded(tokens_of(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+
+
 def wrapped_models_are_refused() -> None:
     with pytest.raises(UserError, match=r"wrapped: convert first, then call DistributedDataParallel\(model\)"):
         convert(DistributedDataParallel(build()), "fp8_current")
@@ -182,6 +201,9 @@ for broadcast in (False, True):
     check_in(CHECKS, sharded_state_round_trip, "fp8_current", broadcast)
     check_in(CHECKS, sharded_state_round_trip, "fp8_delayed", broadcast)
     check_in(CHECKS, sharded_state_round_trip, "fp8_mxfp4_rht_sr", broadcast)
+check_in(CHECKS, compiled_blocks, "fsdp, FP8 all-gather", "fp8_current", "")
+check_in(CHECKS, compiled_blocks, "fsdp", "mxfp4_rht_sr", "not reentrant")
+check_in(CHECKS, compiled_blocks, "ddp", "fp8_delayed", "reentrant")
 check_in(CHECKS, ranks_draw_differently)
 check_in(CHECKS, amaxes_need_the_group)
 check_in(CHECKS, optimizer_within_the_backward_pass)

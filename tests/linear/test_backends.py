@@ -1,14 +1,18 @@
 """The table of backends: the first row without a reason runs a GEMM, and the last row runs what is left."""
 
+import sys
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_lowprec import LowPrecLinear
 from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.linear.backends import resolved, table
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
+from megatron_lowprec.linear.backends.hopper_fp8 import dense
 from megatron_lowprec.linear.backends.hopper_fp8.why_not import why_not
 from megatron_lowprec.linear.backends.protocol import CastRequest, GemmBackend
 from megatron_lowprec.linear.backends.table import BACKENDS, FALLBACK, Backend, choose, choose_without_gpu
@@ -145,3 +149,27 @@ def test_a_tensor_of_two_specs_is_not_quantized_in_one_cast(monkeypatch: pytest.
     layer.backends.resolve(torch.zeros(128, 128).bfloat16())
     names = {tensor: backend and backend.name for tensor, backend in layer.backends.resolved.one_cast.items()}
     assert names == {"input": None, "weight": "hopper_fp8", "grad_output": "hopper_fp8"}
+
+
+@pytest.mark.parametrize(("name", "most"), [("fp8_current", 130), ("fp8_rowwise", 137), ("fp8_delayed", 143)])
+def test_calls_of_a_native_layer(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of the package that forward and backward pass call: the GPU waits for Python at small sizes."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from megatron_lowprec.kernels.launch import Specialized
+
+    monkeypatch.setattr(resolved, "arch_of", lambda _: "sm90")
+    monkeypatch.setattr(Specialized, "launch", lambda *_: None)
+    monkeypatch.setattr(dense, "scaled_gemm", lambda a, b, **_: a.new_empty(len(a), len(b), dtype=torch.bfloat16))
+    layer = LowPrecLinear(128, 256, dtype=torch.bfloat16, recipe=name)
+    calls: list[str] = []
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and "megatron_lowprec/" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_name)
+
+    for step in range(3):
+        x = torch.randn(32, 128).bfloat16().requires_grad_()
+        sys.setprofile(count if step == 2 else None)
+        layer(x).sum().backward()
+        sys.setprofile(None)
+    assert 50 < len(calls) <= most

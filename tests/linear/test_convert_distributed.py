@@ -53,11 +53,11 @@ def test_gathered_codes_on_two_gpus(tmp_path: Path) -> None:
 
 def test_the_worker_has_all_checks() -> None:
     # 5 recipes and 2 with recomputation on both wrappers, 1 of GPT-2's form, 6 of an FP8 all-gather, 6 of a state dict,
-    # 5 by themselves
+    # 3 of compiled blocks, 5 by themselves
     gathers, parallel = fp8_gather_checks.CHECKS, tensor_parallel_checks.CHECKS
     imported = gathers | parallel | matrix_checks.CHECKS
     others = [name for name in convert_worker.CHECKS if name not in imported]
-    assert len(others) == 2 * (5 + 2) + 1 + 6 + 6 + 5
+    assert len(others) == 2 * (5 + 2) + 1 + 6 + 6 + 3 + 5
     # bytes of 8 recipes and of 2 in fp32, 2 native casts, 2 checkpoints, 5 by themselves
     assert len(gathers) == 8 + 2 + 2 + 2 + 5
     # each recipe's operands for both splits; 7 models, 4 by themselves

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_lowprec.kernels.amax_history.reference import always_roll_history_
-from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.amax_history import AmaxHistory, update_together
 from megatron_lowprec.quantization.quantizer import delayed_encode_scale
 from megatron_lowprec.recipe.registry import FP8_DELAYED
 from megatron_lowprec.recipe.schema import HistorySpec
@@ -217,3 +217,26 @@ def test_a_tensor_that_is_larger_from_now_on() -> None:
     history.rescale(1, 4.0)
     assert history.in_effect.tolist() == [3.0, 12.0]
     assert history.window.tolist() == [[3.0, 12.0], [0.0, 0.0]]
+
+
+def test_histories_that_are_updated_together() -> None:
+    """Each as by itself, whatever its rule and length; amaxes that are not finite are dropped."""
+    together, one_by_one = (
+        [AmaxHistory(HistorySpec(length, rule)) for length, rule in ((3, "max"), (3, "max"), (2, "max"), (3, "held"))]
+        for _ in range(2)
+    )
+    for step in range(5):
+        for number, pair in enumerate(zip(together, one_by_one, strict=True)):
+            for history in pair:
+                for slot in range(number % 2 + 1):
+                    if step == 0:
+                        history.add_tensor()
+                    amax = math.inf if (step, number) == (2, 1) else float((7 * step + 3 * number + slot) % 5)
+                    history.update_amax(slot, torch.tensor(amax))
+        update_together(together)
+        for history in one_by_one:
+            history.drop_not_finite()
+            history.update()
+        for a, b in zip(together, one_by_one, strict=True):
+            assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("newest", "window", "in_effect"))
+            assert a.is_empty(0) == b.is_empty(0)

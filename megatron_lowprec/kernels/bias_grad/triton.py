@@ -5,9 +5,13 @@ is deterministic. fp32 [512, 1024] partial sums are 2 MB, which stay in the L2 c
 reads.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
+
+from megatron_lowprec.kernels.launch import Specialized, specialized_on
 
 _ROWS, _COLUMNS = 64, 32
 
@@ -31,5 +35,11 @@ def sum_partials(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """fp32 [k, P, N], contiguous, summed over P and rounded once -> [k, N] of ``dtype``."""
     k, P, N = partial.shape
     out = torch.empty((k, N), dtype=dtype, device=partial.device)
-    _sum_kernel[(triton.cdiv(N, _COLUMNS), k)](partial, out, P, N, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
+    arguments = partial, out, P, N
+    _launcher().launch((-(-N // _COLUMNS), k), partial.device, arguments, specialized_on(arguments))
     return out
+
+
+@cache
+def _launcher() -> Specialized:
+    return Specialized(_sum_kernel, {"ROWS": _ROWS, "COLUMNS": _COLUMNS}, num_warps=4)

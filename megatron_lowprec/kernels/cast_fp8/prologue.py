@@ -107,9 +107,21 @@ class Matrix(CastPrologue):
 
     matrix: torch.Tensor
     kind: ClassVar[Kind] = "matrix"
+    head_widths: ClassVar[tuple[int, int]] = (0, 0)
 
     def tensors(self) -> KernelTensors:
         return self.matrix, None, None, None
+
+    # the general ones would cost the host more than the launch of a cast
+    def arguments(self) -> tuple[torch.Tensor | int | float, ...]:
+        """As ``CastPrologue``: no dropout."""
+        return self.matrix, self.matrix, self.matrix, self.matrix, 0, 1.0
+
+    def specialized_on(self) -> tuple[object, ...]:
+        """As ``CastPrologue``."""
+        x = self.matrix
+        N, stride = x.shape[1], x.stride(0)
+        return N % 16 == 0, stride % 16 == 0, N == 1, stride == 1, x.dtype, x.data_ptr() % 16 == 0
 
     @property
     def in_memory(self) -> tuple[torch.Tensor, ...]:
@@ -259,4 +271,4 @@ class QkvGrad(CastPrologue):
 
 def prologue_of(x: torch.Tensor | CastPrologue) -> CastPrologue:
     """x as a prologue: ``Matrix`` of a tensor, or the prologue itself."""
-    return x if isinstance(x, CastPrologue) else Matrix(x)
+    return Matrix(x) if isinstance(x, torch.Tensor) else x

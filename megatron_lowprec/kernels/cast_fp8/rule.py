@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ class Fp8Rule:
     margin: int = 0
     kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Dtype of the codes."""
         return DTYPES[self.fmt.name]

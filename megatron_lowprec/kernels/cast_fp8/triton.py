@@ -95,10 +95,9 @@ def amax_of(x: torch.Tensor | CastPrologue, vectors: bool) -> torch.Tensor:
     Args:
         x: a matrix in memory; several tensors only without ``vectors``.
     """
-    source = prologue_of(x)
-    parts = source.in_memory
-    assert len(parts) == 1 or (parts and not vectors), f"no amax of {source.kind} in one pass"
-    amax = torch.zeros(sum(source.shape) if vectors else 1, dtype=torch.float32, device=source.x.device)
+    parts = (x,) if isinstance(x, torch.Tensor) else x.in_memory
+    assert len(parts) == 1 or (parts and not vectors), "no amax of these tensors in one pass"
+    amax = torch.zeros(sum(x.shape) if vectors else 1, dtype=torch.float32, device=parts[0].device)
     kernel = _amax_specialized(vectors)
     for part in parts:
         M, N = part.shape
@@ -128,23 +127,26 @@ def cast_fp8(
         sums: also sum over M, for the gradient of a bias; for a computed source before rounding its entries.
     """
     source = prologue_of(x)
+    first = x if isinstance(x, torch.Tensor) else x.x
     if amax is None and rule.granularity in ("tensor", "row"):
         amax = amax_of(source, vectors=rule.granularity == "row")
     key = (rowwise, columnwise, observed is not None, sums, source.kind, source.head_widths)
     kernel = rule.kernels.get(key)
-    first, (M, N) = source.x, source.shape
-    device = first.device
+    shape, device = first.shape if first is x else source.shape, first.device
+    M, N = shape
     if kernel is None:
         kernel = rule.kernels[key] = _CastKernel(rule, device, *key)
-    made, partials = rule.empty(source.shape, device, rowwise=rowwise, columnwise=columnwise), None
+    made, partials = rule.empty(shape, device, rowwise=rowwise, columnwise=columnwise), None
     height, padded_M = rule.padded_rows(M)
     if sums:
         partials = torch.empty((1, -(-padded_M // kernel.tilings[0].rows), N), dtype=torch.float32, device=device)
     # placeholders for absent tensors, which the kernel does not access
     arguments = (
         *source.arguments(),
-        *(first if tensor is None else tensor for tensor in made[:4]),
-        *(first if tensor is None else tensor for tensor in (amax, observed, partials)),
+        *(made[:4] if rowwise and columnwise else [first if tensor is None else tensor for tensor in made[:4]]),
+        first if amax is None else amax,
+        first if observed is None else observed,
+        first if partials is None else partials,
         M,
         height,
         padded_M,

@@ -93,14 +93,12 @@ class GemmBackend(ABC):
             quantized before both GEMMs; else for each GEMM, so that only one direction is in memory.
         one_cast: tensors that one cast may quantize for both GEMMs that use them; these share its spec.
         caches_primary: GEMMs whose operand ``primary_weight`` copies, so that it is cached for a step.
-        one_weight_amax: fprop and dgrad share one current scale of w, by its amax.
     """
 
     name: str
     fuses_producer = False
     one_cast: frozenset[str] = frozenset()
     caches_primary: frozenset[str] = frozenset()
-    one_weight_amax = False
 
     @abstractmethod
     def __init__(self, context: LayerContext) -> None: ...
@@ -184,6 +182,11 @@ class GemmBackend(ABC):
     def sum_tokens(self, dy_TO: torch.Tensor) -> torch.Tensor:
         """Gradient of a bias [O], where no cast sums."""
         return dy_TO.sum(dim=0)
+
+    @property
+    def one_weight_amax(self) -> bool:
+        """Whether fprop and dgrad share one current scale of w, by its amax."""
+        return False
 
     def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
         """fp32 [1] over the ranks that hold parts, if fprop and dgrad share one current scale of w; else None."""

@@ -111,11 +111,13 @@ def _cast(
         number, step, microbatch = at.tolist()
         backends, rng_step = _numbered[number], RngStep(step, microbatch)
     asked, known = CastRequest(*request), None if amax is None else KnownAmax(amax, reduced=True)
-    # Triton launches on the current device
-    with torch.cuda.device_of(matrix) if matrix.is_cuda else nullcontext():
-        made, sums = backends.built(backend).quantize(tensor, matrix, rng_step, asked, known)
+    one = backends.built(backend)
+    # Triton launches on the current device, which Inductor has set
+    elsewhere = matrix.is_cuda and matrix.get_device() != torch.cuda.current_device()
+    with torch.cuda.device_of(matrix) if elsewhere else nullcontext():
+        made, sums = one.quantize(tensor, matrix, rng_step, asked, known)
     found = [each for name in FIELDS if (each := getattr(made, name)) is not None]
-    if len(found) > 1:  # outputs of an operator have memory of their own
+    if len(found) > 1 and not one.fuses_producer:  # outputs of an operator have memory of their own
         memory = [each.untyped_storage().data_ptr() for each in found]
         found = [each.clone() if memory[i] in memory[:i] else each for i, each in enumerate(found)]
     return found if sums is None else [*found, sums]
@@ -154,9 +156,10 @@ def _product(
         way = "rowwise" if SIDES[tensor][0] == gemm else "columnwise"
         assert data is not None
         spec = getattr(backends.context.recipe.gemms[gemm], tensor)
-        fields = {f"{way}_data": data, f"{way}_scale": scale, f"{way}_tensor_scale": tensor_scale}
+        fields: dict[str, Any] = {f"{way}_data": data, f"{way}_scale": scale, f"{way}_tensor_scale": tensor_scale}
         operands.append(QuantizedTensor(torch.Size((rows, rows)), data.dtype, spec, **fields))
-    return backends.built(backend).gemm(gemm, *operands, dtype, bias=bias)
+    first, second = operands
+    return backends.built(backend).gemm(gemm, first, second, dtype, bias=bias)
 
 
 product = define(

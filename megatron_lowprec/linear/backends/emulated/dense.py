@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -329,7 +330,7 @@ class EmulatedGemms(GemmBackend):
         }
 
 
-def _whole_blocks(data: torch.Tensor, block: tuple[int, int]) -> tuple[int, int]:
+def _whole_blocks(data: torch.Tensor, block: Sequence[int]) -> tuple[int, int]:
     return -(-data.shape[0] // block[0]), -(-data.shape[1] // block[1])
 
 

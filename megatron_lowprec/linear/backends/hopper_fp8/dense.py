@@ -46,12 +46,14 @@ class HopperFp8Gemms(GemmBackend):
         self.fast_accumulation = {name: gemm.fast_accumulation for name, gemm in recipe.gemms.items()}
         # (tensor, columnwise) -> its spec
         self._specs: dict[tuple[str, bool], QuantSpec] = {}
+        self._rules: dict[tuple[str, bool], Fp8Rule] = {}
         self.reductions: dict[tuple[str, bool], Reduce | None] = {}
         for tensor, gemms in SIDES.items():
             for columnwise, gemm in enumerate(gemms):
                 spec = getattr(recipe.gemms[gemm], tensor)
                 if spec is not None:
                     self._specs[tensor, bool(columnwise)] = spec
+                    self._rules[tensor, bool(columnwise)] = rule_of(spec)
                     self.reductions[tensor, bool(columnwise)] = layer_amax.reduction(gemm, tensor, spec)
 
     def quantize(
@@ -90,7 +92,7 @@ class HopperFp8Gemms(GemmBackend):
                     part.copy_(reduce(part))
         cast = casts.cast_fp8(
             matrix,
-            rule_of(spec),
+            self._rules[tensor, not rowwise],
             rowwise=rowwise,
             columnwise=columnwise,
             amax=scale_amax,
@@ -102,8 +104,8 @@ class HopperFp8Gemms(GemmBackend):
     def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor:
         """As ``GemmBackend``."""
         rowwise, columnwise, *_ = request
-        spec = self._specs[tensor, not rowwise]
-        made = rule_of(spec).empty(matrix.shape, matrix.device, rowwise=rowwise, columnwise=columnwise)
+        spec, rule = self._specs[tensor, not rowwise], self._rules[tensor, not rowwise]
+        made = rule.empty(matrix.shape, matrix.device, rowwise=rowwise, columnwise=columnwise)
         return QuantizedTensor(matrix.shape, matrix.dtype, spec, *made[:4])
 
     def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -31,6 +31,7 @@ from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.recipe.registry import MXFP4, NVFP4
 from tests.environment import ROOT
 from tests.linear.conversions import CONVERTIBLE
+from tests.linear.test_blackwell_mx import pretended
 from tests.linear.tiny_models import Conv1D, build, tokens_of
 from tests.weekly import also_weekly
 
@@ -129,6 +130,16 @@ def test_passes_on_a_gpu_have_the_bits_of_the_weight(name: str) -> None:
     layer, on_cpu = quantize_frozen_weights(layer_of(name).cuda()), held(name)
     assert equal(passes(layer)[first:], want[first:])
     assert all(torch.equal(a.cpu(), b) for a, b in zip(layer.buffers(), on_cpu.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("name", also_weekly(["mxfp8", "mxfp8_2d", "nvfp4_all", "quartet2"], ["nvfp4_all"]))
+def test_block_scaled_units_read_the_codes(name: str) -> None:
+    """Codes and scales in the units' layout, by the model of the units that runs on a CPU."""
+    with pretended():
+        layer = held(name)
+        assert equal(passes(layer), passes(layer_of(name)))
+        gemms = layer.linear_gemms.backends.resolved.gemms
+        assert {gemms[gemm].name for gemm in ("fprop", "dgrad")} == {"blackwell_mx"}
 
 
 def test_every_recipe_is_held_or_refused() -> None:

@@ -25,7 +25,7 @@ from megatron_lowprec.linear.backends.resolved import LayerBackends
 from megatron_lowprec.linear.fp8_all_gather import enable_fp8_all_gather
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
-from megatron_lowprec.linear.sharding.weight_shard import CodedShard, weight_shard
+from megatron_lowprec.linear.sharding.coded_shard import CodedShard
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from tests.linear.layers import of_layers
@@ -104,8 +104,7 @@ def codes_on_the_wire(recipe: str, dtype: torch.dtype | None) -> None:
 def native_casts_send_the_same_bytes(recipe: str) -> None:
     """The casts of a GPU's backend, by their reference, and operands that are those of the whole weight."""
     weight = sharded_mlp(recipe, False, torch.bfloat16)[0]
-    whole, shard = weight.weight.full_tensor().bfloat16(), weight_shard("0", weight, torch.bfloat16)
-    assert isinstance(shard, CodedShard)
+    whole, shard = weight.weight.full_tensor().bfloat16(), CodedShard("0", weight, torch.bfloat16)
     amaxes = shard.amaxes(torch.linalg.vector_norm(shard.values(), torch.inf).float().view(1))
     shard.set_amaxes([], [max_over(amax, *groups) for amax, groups in amaxes])
     native = LinearGemms(weight.linear_gemms.recipe, LinearId(1, "0"), 0, AmaxHistory).backends.built("hopper_fp8")

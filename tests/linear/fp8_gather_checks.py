@@ -28,6 +28,7 @@ from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.sharding.coded_shard import CodedShard
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.recipe.parsing import load_recipe
 from tests.linear.layers import of_layers
 from tests.linear.tiny_models import Gpt2Block, LlamaBlock, build, tokens_of
 from tests.linear.wrapping import DEVICE, all_ranks, check_in, train, wrapped
@@ -99,6 +100,22 @@ def codes_on_the_wire(recipe: str, dtype: torch.dtype | None) -> None:
         assert of_codes == [2 * ENTRIES + 4 * (2 * (192 + 256) + 2 * (128 + 384))] * 8
     else:
         assert of_codes == [both * BYTES[recipe]] * 8
+
+
+def delayed_inputs_of_a_current_weight() -> None:
+    """The first step compares the weight with that of other passes by its norm, which codes do not have."""
+    changed = (
+        f"{gemm}.weight.{field}" for gemm in ("fprop", "dgrad") for field in ("granularity=row", "scaling=current")
+    )
+    recipe, losses = load_recipe("fp8_delayed", list(changed)), []
+    for codes in (False, True):
+        torch.manual_seed(0)
+        model = convert(nn.Sequential(nn.Linear(64, 64)), recipe, data_parallel_rank=0)
+        fully_shard(model, mesh=all_ranks())
+        if codes:
+            enable_fp8_all_gather(model)
+        losses.append(train(model, batches(3, 64)))
+    assert losses[0] == losses[1]
 
 
 def native_casts_send_the_same_bytes(recipe: str) -> None:
@@ -249,6 +266,7 @@ for recipe in ("fp8_delayed", "mxfp8"):
     check_in(CHECKS, weights_survive_a_checkpoint, recipe)
 check_in(CHECKS, accumulation_frozen_weights_and_evaluation, "mxfp8")
 for function in (
+    delayed_inputs_of_a_current_weight,
     rows_that_ranks_cannot_halve,
     one_direction_a_pass,
     refusals,

@@ -42,13 +42,13 @@ def test_all_checks_on_two_processes(weekly: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_gathered_codes_on_two_gpus(tmp_path: Path) -> None:
+def test_codes_and_shards_on_two_gpus(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    out = tmp_path / "results.json"
-    done = torchrun(2, ["-m", "tests.linear.convert_worker", str(out), *fp8_gather_checks.ON_GPUS])
+    names, out = fp8_gather_checks.ON_GPUS + tensor_parallel_checks.ON_GPUS, tmp_path / "results.json"
+    done = torchrun(2, ["-m", "tests.linear.convert_worker", str(out), *names])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert_none_failed(out, fp8_gather_checks.ON_GPUS)
+    assert_none_failed(out, names)
 
 
 def test_the_worker_has_all_checks() -> None:

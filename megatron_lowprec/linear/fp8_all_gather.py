@@ -7,6 +7,7 @@ are set on the tensors themselves: a tensor subclass would also reach the optimi
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,15 @@ from torch import nn
 
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.lowprec_linear import LowPrecLayer
+from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer
+from megatron_lowprec.linear.sharding.coded_shard import CodedShard, why_not_coded
+from megatron_lowprec.linear.sharding.primary_shard import PrimaryShard, set_scales
 from megatron_lowprec.linear.sharding.tensor_parallel import is_dtensor
-from megatron_lowprec.linear.sharding.weight_shard import WeightShard, weight_shard
+from megatron_lowprec.linear.sharding.weight_shard import WeightShard
 from megatron_lowprec.quantization.forward_pass import is_training_pass
 from megatron_lowprec.quantization.random_stream import in_backward_pass
+from megatron_lowprec.recipe.coverage import LinearSite, indivisible, primary_weight_spec
+from megatron_lowprec.recipe.schema import GemmSpec
 
 logger = logging.getLogger("megatron_lowprec")
 
@@ -47,7 +52,7 @@ def enable_fp8_all_gather(model: nn.Module, param_dtype: torch.dtype | None = No
     layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, LowPrecLayer)}
     if not layers:
         raise UserError("the model has no converted layer: call convert, then fully_shard, then enable_fp8_all_gather")
-    found = {path: weight_shard(path, layer, param_dtype) for path, layer in layers.items()}
+    found = {path: _shard_of(path, layer, param_dtype) for path, layer in layers.items()}
     shards = [shard for shard in found.values() if isinstance(shard, WeightShard)]
     kept: dict[str, list[str]] = {}
     for path, reason in found.items():
@@ -61,6 +66,39 @@ def enable_fp8_all_gather(model: nn.Module, param_dtype: torch.dtype | None = No
     _Gather(shards, param_dtype).attach(model)
     for reason, paths in kept.items():
         logger.info("gathered in the compute dtype, %s: %s", reason, ", ".join(paths))
+
+
+def _shard_of(path: str, layer: LowPrecLayer, param_dtype: torch.dtype | None) -> WeightShard | str:
+    """The shard of a layer's weight, or the reason why it is gathered in the compute dtype.
+
+    Raises:
+        UserError: the weight is not sharded by ``fully_shard`` along its rows, or is offloaded to the CPU.
+    """
+    recipe = layer.linear_gemms.recipe
+    if not recipe.quantized:
+        return "not quantized"
+    if isinstance(layer, LowPrecConv1D):
+        return "stored transposed"
+    if (why := why_not_coded(recipe)) is not None:
+        return why
+    if not is_dtensor(layer.weight.data):
+        raise UserError(f"{path}.weight is not sharded: call fully_shard(model), then enable_fp8_all_gather(model)")
+    dtype = param_dtype or layer.weight.dtype
+    spec = primary_weight_spec(recipe)
+    if spec is not None:
+        return PrimaryShard(path, layer, dtype, spec)
+    shard = CodedShard(path, layer, dtype)
+    ranks, (rows, columns) = shard.group.size(), shard.shape
+    if rows % ranks:
+        return f"{rows} rows do not divide over {ranks} ranks"
+    site = LinearSite(layer.linear_gemms.linear_id.layer, path, columns, rows, "column")
+    sent = replace(recipe, wgrad=GemmSpec(), dgrad=GemmSpec() if shard.requantizes else recipe.dgrad)
+    found = indivisible(sent, site, ranks)
+    if found is not None:
+        return f"shards cut blocks: {' '.join(found)}"
+    if shard.bytes >= shard.rows * columns * dtype.itemsize:
+        return "its codes take as many bytes as its values"
+    return shard
 
 
 class _Gather:
@@ -95,6 +133,7 @@ class _Gather:
         for shard, amaxes in zip(self._shards, found, strict=True):
             shard.set_amaxes([amax for amax, _ in amaxes], [next(whole) for _ in amaxes])
             shard.scaled_version = shard.version
+        set_scales(shard for shard in self._shards if isinstance(shard, PrimaryShard))
         if self._shards[0].shard.is_cuda:  # FSDP2 quantizes and gathers on streams of its own
             self._computed = torch.cuda.Event()
             self._computed.record()

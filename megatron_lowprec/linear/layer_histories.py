@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
 from megatron_lowprec.linear.sharding.tensor_parallel import is_dtensor
 from megatron_lowprec.quantization.amax_history import AmaxHistory, update_together
 from megatron_lowprec.quantization.device_rng_step import capturing
@@ -116,9 +117,10 @@ class LayerHistories:
         """Whether no amax is in effect although a step has ended, or should have: the weight has other values.
 
         The version does not count a write to ``weight.data``, or of a copy that the loop keeps. A step ends without a
-        record if a reentrant checkpoint is not recomputed. The device is waited for, in the first step only.
+        record if a reentrant checkpoint is not recomputed. The device is waited for, in the first step only; ranks with
+        shards of the weight compare its whole norm, so they agree.
         """
-        if capturing() or weight.is_meta or isinstance(weight, Fp8Weight):
+        if capturing() or weight.is_meta or isinstance(weight, (Fp8Weight, GatheredWeight)):
             return False
         if any(not history.is_empty(slot) for history in self for slot in range(history.newest.numel())):
             return False

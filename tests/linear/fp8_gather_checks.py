@@ -25,9 +25,10 @@ from megatron_lowprec.linear.backends.resolved import LayerBackends
 from megatron_lowprec.linear.fp8_all_gather import enable_fp8_all_gather
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
-from megatron_lowprec.linear.sharding.weight_shard import CodedShard, weight_shard
+from megatron_lowprec.linear.sharding.coded_shard import CodedShard
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.recipe.parsing import load_recipe
 from tests.linear.layers import of_layers
 from tests.linear.tiny_models import Gpt2Block, LlamaBlock, build, tokens_of
 from tests.linear.wrapping import DEVICE, all_ranks, check_in, train, wrapped
@@ -101,11 +102,26 @@ def codes_on_the_wire(recipe: str, dtype: torch.dtype | None) -> None:
         assert of_codes == [both * BYTES[recipe]] * 8
 
 
+def delayed_inputs_of_a_current_weight() -> None:
+    """The first step compares the weight with that of other passes by its norm, which codes do not have."""
+    changed = (
+        f"{gemm}.weight.{field}" for gemm in ("fprop", "dgrad") for field in ("granularity=row", "scaling=current")
+    )
+    recipe, losses = load_recipe("fp8_delayed", list(changed)), []
+    for codes in (False, True):
+        torch.manual_seed(0)
+        model = convert(nn.Sequential(nn.Linear(64, 64)), recipe, data_parallel_rank=0)
+        fully_shard(model, mesh=all_ranks())
+        if codes:
+            enable_fp8_all_gather(model)
+        losses.append(train(model, batches(3, 64)))
+    assert losses[0] == losses[1]
+
+
 def native_casts_send_the_same_bytes(recipe: str) -> None:
     """The casts of a GPU's backend, by their reference, and operands that are those of the whole weight."""
     weight = sharded_mlp(recipe, False, torch.bfloat16)[0]
-    whole, shard = weight.weight.full_tensor().bfloat16(), weight_shard("0", weight, torch.bfloat16)
-    assert isinstance(shard, CodedShard)
+    whole, shard = weight.weight.full_tensor().bfloat16(), CodedShard("0", weight, torch.bfloat16)
     amaxes = shard.amaxes(torch.linalg.vector_norm(shard.values(), torch.inf).float().view(1))
     shard.set_amaxes([], [max_over(amax, *groups) for amax, groups in amaxes])
     native = LinearGemms(weight.linear_gemms.recipe, LinearId(1, "0"), 0, AmaxHistory).backends.built("hopper_fp8")
@@ -250,6 +266,7 @@ for recipe in ("fp8_delayed", "mxfp8"):
     check_in(CHECKS, weights_survive_a_checkpoint, recipe)
 check_in(CHECKS, accumulation_frozen_weights_and_evaluation, "mxfp8")
 for function in (
+    delayed_inputs_of_a_current_weight,
     rows_that_ranks_cannot_halve,
     one_direction_a_pass,
     refusals,

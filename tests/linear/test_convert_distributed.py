@@ -42,13 +42,13 @@ def test_all_checks_on_two_processes(weekly: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_gathered_codes_on_two_gpus(tmp_path: Path) -> None:
+def test_codes_and_shards_on_two_gpus(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    out = tmp_path / "results.json"
-    done = torchrun(2, ["-m", "tests.linear.convert_worker", str(out), *fp8_gather_checks.ON_GPUS])
+    names, out = fp8_gather_checks.ON_GPUS + tensor_parallel_checks.ON_GPUS, tmp_path / "results.json"
+    done = torchrun(2, ["-m", "tests.linear.convert_worker", str(out), *names])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert_none_failed(out, fp8_gather_checks.ON_GPUS)
+    assert_none_failed(out, names)
 
 
 def test_the_worker_has_all_checks() -> None:
@@ -58,8 +58,8 @@ def test_the_worker_has_all_checks() -> None:
     imported = gathers | parallel | matrix_checks.CHECKS
     others = [name for name in convert_worker.CHECKS if name not in imported]
     assert len(others) == 2 * (5 + 2) + 1 + 6 + 6 + 3 + 5
-    # bytes of 8 recipes and of 2 in fp32, 2 native casts, 2 checkpoints, 5 by themselves
-    assert len(gathers) == 8 + 2 + 2 + 2 + 5
+    # bytes of 8 recipes and of 2 in fp32, 2 native casts, 2 checkpoints, 6 by themselves
+    assert len(gathers) == 8 + 2 + 2 + 2 + 6
     # each recipe's operands for both splits; 7 models, 4 by themselves
     assert len(parallel) == 2 * (len(NAMES) - 1) + 7 + 4
     # 4 kinds, 3 ways of recomputation, 8 cells each and 2 compiled ones; a refusal

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from megatron_lowprec.linear.backends.table import Choice, Emulate, choose, choose_without_gpu
+from megatron_lowprec.linear.backends.table import UNVERIFIED, Choice, Emulate, choose, choose_without_gpu
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.coverage import LinearSite, TensorRanks, ranks_of
 from megatron_lowprec.recipe.layer_match import Progress, numbering_notes
@@ -71,7 +71,8 @@ def describe_gemm(name: str, gemm: GemmSpec, backend: Choice, emulate_accumulato
     scaled = f", accumulator x {alpha:.6g}" if alpha != 1.0 else ""
     fast = gemm.fast_accumulation and (backend.multiplies_codes or emulate_accumulator)
     accumulation = "fast" if fast else "fp32"
-    runs = f"{backend.describe()}, contracts {_CONTRACTED[name]}"
+    proved = ", unverified hardware, proved at start" if backend.backend in UNVERIFIED else ""
+    runs = f"{backend.describe()}{proved}, contracts {_CONTRACTED[name]}"
     lines = [f"{name}  {runs}, {transform}, {accumulation} accumulation{scaled}"]
     return lines + [f"         {operand:<11} {describe_operand(getattr(gemm, operand))}" for operand in (first, second)]
 

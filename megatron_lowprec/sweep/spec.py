@@ -60,7 +60,7 @@ _OWN = {
     "save": "--out",
     "load": "--out",
     "tensorboard_dir": "--out",
-    **dict.fromkeys(("list_recipes", "explain_recipe", "memory_plan"), "pretrain_gpt.py itself"),
+    **dict.fromkeys(("list_recipes", "explain_recipe", "memory_plan", "device"), "pretrain_gpt.py itself"),
     **dict.fromkeys(FP8_FLAGS, "recipes:"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -90,6 +91,7 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
         check_primary_weights(recipe)
     config, more = resolve_recipe(config, recipe)
     notes = notes + more
+    _check_device(config)
     if config.explain_recipe:
         _print_once(ranks, *notes, _explanation(config, recipe))
         return
@@ -98,6 +100,18 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
         _print_once(ranks, *notes, *memory_report.planned(config, recipe, ranks.world_size, gpu))
         return
     _train(config, given, notes, recipe, ranks)
+
+
+def _check_device(config: Config) -> None:
+    if config.device is None:
+        return
+    if not (config.explain_recipe or config.memory_plan):
+        raise UserError(
+            f"--device {config.device} was asked of a run, which takes the GPUs of its machine: leave it out, or add "
+            "--explain-recipe or --memory-plan"
+        )
+    if not re.fullmatch(r"cpu|sm[0-9]{2,3}", config.device):
+        raise UserError(f"--device {config.device} is no compute capability: give one such as sm90 or sm100, or cpu")
 
 
 def _recipe(config: Config, given: frozenset[str]) -> tuple[Config, Recipe, list[str]]:
@@ -137,7 +151,7 @@ def _explanation(config: Config, recipe: Recipe) -> str:
         with_steps(recipe, config),
         linear_sites(config),
         require(config.num_layers),
-        arch_here(),
+        config.device or arch_here(),
         config.rerun_in_bf16,
         config.emulate_accumulator,
         tensor_ranks=tensor_ranks(config),

@@ -146,7 +146,7 @@ class _OperandStats:
                 continue
             self._measured.add(operand)
             transform = self._own.transforms.at(gemm, rng_step)
-            if scale is None:  # multiplied into the data
+            if scale is None or quantized.scale_layout != "plain":  # multiplied into the data, or in a GEMM's tiles
                 backend = self._own.backends.resolved.gemms[gemm]
                 self.stats[operand] = backend.error_stats(gemm, tensor, matrix, rng_step)
             elif rowwise is not None and transform is None and _same_both_ways(quantized):

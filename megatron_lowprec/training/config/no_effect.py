@@ -5,7 +5,7 @@ from __future__ import annotations
 # Places, names, logs, speed, memory and layout. An update depends on some of these by its order of summation, or by
 # the draws of a rank.
 _NAMES = """
-    config list_recipes explain_recipe no_self_test
+    config list_recipes explain_recipe device no_self_test
     fp8_param_gather fp8_sequence_parallel_gather no_lowprec_linears emulate native moe_grouped_gemm
     attention_backend deterministic_mode cuda_graph_impl
     micro_batch_size recompute_granularity recompute_gelu recompute_method recompute_num_layers

@@ -35,6 +35,10 @@ class RecipeOptions:
     no_self_test: bool = arg(False, "skip the test of quantizers, random numbers and products on this device")
     list_recipes: bool = arg(False, "print the named recipes and stop")
     explain_recipe: bool = arg(False, "print what every GEMM of every linear layer of this model runs in, and stop")
+    device: str | None = arg(
+        None,
+        "a compute capability such as sm100, for which --explain-recipe and --memory-plan answer",
+    )
     fp8_param_gather: bool = arg(
         False,
         "keep linear layers' weights as FP8 codes, without a bf16 copy, and gather them so; needs "

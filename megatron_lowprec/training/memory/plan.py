@@ -69,14 +69,14 @@ class MemoryPlan:
         return passes + self.transient["gradients"] + self.eager
 
 
-def plan(config: Config, recipe: Recipe, padded_vocab_size: int, gpus: int, arch: str = "sm90") -> MemoryPlan:
+def plan(config: Config, recipe: Recipe, padded_vocab_size: int, gpus: int, arch: str = "") -> MemoryPlan:
     """The plan of a resolved configuration on ``gpus`` processes, one per GPU of that architecture.
 
     Of a recipe with phases, that of the phase with the largest peak.
     """
     plans = [
         replace(
-            _stage_plan(config, Execution(now, arch), padded_vocab_size, gpus, stage),
+            _stage_plan(config, Execution(now, arch or config.device or "sm90"), padded_vocab_size, gpus, stage),
             phase=phase,
             phases=len(recipe.phases),
         )

@@ -259,18 +259,21 @@ class BlackwellMxGemms(EmulatedGemms):
         A kind of operand is checked once a size. Where ranks share the tensor's amax only the frequencies of stochastic
         rounding are, and the operand stays: a second reduction would wait for ranks that do not come here.
         """
-        source, holds, alone = in_memory(matrix), True, True
+        source, holds = in_memory(matrix), True
         for name, columnwise, wanted in zip(
             SIDES[tensor], (False, True), (request.rowwise, request.columnwise), strict=True
         ):
-            spec, alone = self.specs[name, tensor], alone and self.reduction(name, tensor) is None
-            key = (name, tensor, *(size.bit_length() for size in source.shape), spec)
+            spec = self.specs[name, tensor]
+            if not wanted or spec is None or spec.source != "original":
+                continue
+            sizes = (size.bit_length() for size in source.shape)
+            key = (name, tensor, *sizes, spec.format, spec.granularity, spec.scale_rule, spec.rounding)
             # an operand that is quantized again follows from numbers that are not here
-            if wanted and spec is not None and spec.source == "original" and LEDGER.wants(key, source.device):
+            if LEDGER.wants(key, source.device):
                 last = source.t() if columnwise else source
                 check = self._check_operand(name, tensor, last, spec, rng_step, operand_of(made, columnwise))
                 holds = LEDGER.record(key, check) and holds
-        if holds or not alone:
+        if holds or any(self.reduction(name, tensor) is not None for name in SIDES[tensor]):
             return made
         return self.emulated.quantize(tensor, matrix, rng_step, request._replace(update_amax=False), amax)[0]
 

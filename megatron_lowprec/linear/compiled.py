@@ -11,7 +11,7 @@ activations. Its casts find the layer by the result.
 import weakref
 from functools import lru_cache
 from itertools import count
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -24,9 +24,6 @@ from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import refuse
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _NO_DRAWS = RngStep(0, 0)
 

@@ -69,11 +69,9 @@ class LowPrecLayer(StatefulLayer):
     Attributes:
         recipe: the model's recipe, also of a layer that it keeps in the compute dtype.
         gathers_fp8: set by ``enable_fp8_all_gather``.
-        opaque: under torch.compile, be one operator that hides the layer, for debugging; only for a recipe without
-            random draws and delayed scales.
     """
 
-    gathers_fp8 = opaque = False
+    gathers_fp8 = _opaque = False
 
     bias: nn.Parameter | None
 
@@ -109,6 +107,24 @@ class LowPrecLayer(StatefulLayer):
         """The weight [O, I], differentiable; a view of the parameter."""
         return self.weight
 
+    @property
+    def opaque(self) -> bool:
+        """Whether torch.compile sees one operator that hides the layer, for debugging; False unless it is set.
+
+        Raises:
+            UserError: set for a recipe with random draws or delayed scales.
+        """
+        return self._opaque
+
+    @opaque.setter
+    def opaque(self, opaque: bool) -> None:
+        if opaque and self.group is not None:
+            raise UserError(
+                f"opaque was asked of {_title(self.linear_gemms)}, which has random draws or delayed scales that one "
+                "operator cannot hold: leave it out"
+            )
+        self._opaque = opaque
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x @ weight_OI.T + bias``; x [..., I] in the dtype of the weight, or any under autocast.
 
@@ -141,7 +157,7 @@ class LowPrecLayer(StatefulLayer):
             y = _run(self, flat, weight, bias)
         elif self.gathers_fp8:
             y = _run_outside_graph(self, flat, weight, bias)
-        elif self.opaque and self.group is None:
+        elif self._opaque:
             y = opaque_linear(flat, weight, bias, self._recipe_key)
         else:
             grad = torch.is_grad_enabled()
@@ -204,6 +220,8 @@ def _traced(
     """``_run`` as the compiler traces it; ``key`` of ``recipe_key``, ``identity`` and ``grad`` of ``traced_pass``."""
     linear_gemms = traced_gemms(key, weight.device, weight.dtype, tuple(weight.shape))
     at = traced_pass(identity, grad)
+    if x.shape[0] == 0:  # a graph of its own, with empty or zero results
+        return nn.functional.linear(x, weight, bias)
     y: torch.Tensor = _LinearFunction.apply(x, weight, bias, linear_gemms, at, update_amax)
     return y
 

@@ -12,13 +12,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lowprec import KeepBf16, LowPrecLinear, convert, get_recipe
+from megatron_lowprec import KeepBf16, LowPrecLinear, UserError, convert, get_recipe
 from megatron_lowprec.kernels.cast_fp8 import reference as cast_reference
 from megatron_lowprec.linear.backends import resolved
 from megatron_lowprec.linear.backends.hopper_fp8 import dense
 from megatron_lowprec.linear.backends.protocol import CastRequest
-from megatron_lowprec.linear.backends.traced import recipe_key
-from megatron_lowprec.linear.compiled import opaque_linear
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -28,7 +26,7 @@ from megatron_lowprec.recipe.layer_match import Layer
 from tests.linear.conversions import CONVERTIBLE, forms
 from tests.linear.layers import NAMES
 from tests.linear.tiny_models import Conv1D, build, train
-from tests.weekly import each_kind
+from tests.weekly import also_weekly
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +106,10 @@ def equal(found: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
     return len(found) == len(want) and all(map(torch.equal, found, want))
 
 
-@pytest.mark.parametrize("name", each_kind(CONVERTIBLE))
+KINDS = ["bf16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp8_2d", "mxfp4_rht_sr"]
+
+
+@pytest.mark.parametrize("name", also_weekly(CONVERTIBLE, [*KINDS, "nvfp4_all", "quartet2"]))
 def test_bits_of_eager_mode(name: str) -> None:
     """20 steps with different numbers of tokens, in two graphs: of the first number, and of any."""
     tokens = (64, 96, 128)
@@ -120,6 +121,7 @@ def test_bits_of_eager_mode(name: str) -> None:
 
 
 CASES: dict[str, dict[str, Any]] = {
+    "pass without tokens": {"tokens": (64, 0), "passes": 2},
     "reentrant checkpoint": {"recompute": "reentrant"},
     "checkpoint": {"recompute": "not reentrant"},
     "reentrant checkpoint of compiled parts": {"recompute": "reentrant", "parts": True},
@@ -130,8 +132,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ["fp8_delayed", "mxfp4_rht_sr"])
+def each_case() -> list[Any]:
+    """Checkpoints with draws, all others with amax histories; the rest weekly."""
+    pairs = [(name, case) for name in ("fp8_delayed", "mxfp4_rht_sr") for case in CASES]
+    return also_weekly(pairs, ["-".join(pair) for pair in pairs if ("mxfp4" in pair[0]) == ("checkpoint" in pair[1])])
+
+
+@pytest.mark.parametrize(("name", "case"), each_case())
 def test_state_in_a_graph(name: str, case: str) -> None:
     """Draws and amaxes are those of eager mode, however passes are repeated, or left out."""
     options = {"recompute": "", "parts": False, "frozen": False, **CASES[case]}
@@ -188,7 +195,7 @@ def test_generated_code(name: str, native: bool, casts: int, others: set[str], m
     assert sum(each.startswith("cast") for each in ours) == casts
     assert {each for each in ours if not each.startswith("cast")} == others
     if native:  # whose products a CPU sums in another order
-        assert len(re.findall(r"\._scaled_mm\w*\(", "\n".join(codes))) == 3
+        assert len(re.findall(r"\._scaled_mm\w*(\.default)?\(", "\n".join(codes))) == 3
     else:
         assert equal(found, want)
         assert ours.count("product") == 3
@@ -244,22 +251,29 @@ def test_blocks_compiled_one_by_one_share_their_graph(name: str) -> None:
 
 
 def test_an_opaque_layer(generator: torch.Generator) -> None:
-    """One operator; gradients only of what needs one, none in evaluation."""
-    key, w = recipe_key(get_recipe("mxfp8").at(Layer(1, "linear", None))), torch.randn(64, 32, generator=generator)
+    """One operator; gradients only of what needs one, none in evaluation. A layer with state is refused."""
+    w = torch.randn(64, 32, generator=generator)
     for need in range(8):
-        x = torch.randn(32, 32, generator=generator).requires_grad_(bool(need & 1))
-        weight, bias = w.clone().requires_grad_(bool(need & 2)), torch.zeros(64).requires_grad_(bool(need & 4))
-        layer = LowPrecLinear(32, 64, recipe="mxfp8")
-        layer.weight, layer.bias = (nn.Parameter(t.detach(), t.requires_grad) for t in (weight, bias))
-        other = x.detach().clone().requires_grad_(x.requires_grad)
-        y, want = opaque_linear(x, weight, bias, key), layer(other)
-        assert torch.equal(y, want)
-        if need:
-            y.sum().backward()
-            want.sum().backward()
-        for got, grad in ((x, other.grad), (weight, layer.weight.grad), (bias, layer.bias.grad)):
-            assert (got.grad is None) == (grad is None)
-            assert grad is None or torch.equal(got.grad, grad)
+        torch._dynamo.reset()
+        found = []
+        for opaque in (False, True):
+            x = torch.randn(32, 32, generator=torch.Generator().manual_seed(need)).requires_grad_(bool(need & 1))
+            layer = LowPrecLinear(32, 64, recipe="mxfp8")
+            layer.weight, layer.bias = (
+                nn.Parameter(tensor.clone(), bool(need & flag)) for tensor, flag in ((w, 2), (torch.zeros(64), 4))
+            )
+            if opaque:
+                layer.opaque = True
+                layer.compile(backend="aot_eager", fullgraph=True)
+            y = layer(x)
+            if need:
+                y.sum().backward()
+            found.append([y.detach(), *(each.grad for each in (x, layer.weight, layer.bias))])
+        for got, want in zip(*found, strict=True):
+            assert (got is None) == (want is None)
+            assert got is None or torch.equal(got, want)
+    with pytest.raises(UserError, match="opaque was asked of linear under recipe fp8_delayed, which has random draws"):
+        LowPrecLinear(128, 128, recipe="fp8_delayed").opaque = True
 
 
 @pytest.mark.gpu

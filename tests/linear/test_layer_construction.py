@@ -109,9 +109,9 @@ def test_a_layer_makes_its_device_the_current_one(
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(LinearGemms, "forward", recorded(LinearGemms.forward))
-    monkeypatch.setattr(AmaxHistory, "update", recorded(AmaxHistory.update))
+    monkeypatch.setattr(AmaxHistory, "_update_", recorded(AmaxHistory._update_))
     layer, (x, _) = layer_of(name), tensors(torch.float32, generator)
     layer(x)
     end_step(layer)
-    assert set(calls) == ({"forward", "update"} if name in DELAYED else {"forward"})
+    assert set(calls) == ({"forward", "_update_"} if name in DELAYED else {"forward"})
     assert current == []

@@ -63,8 +63,8 @@ def number_of(backends: LayerBackends) -> int:
 
 
 @lru_cache(maxsize=64)
-def backends_of(key: int) -> LayerBackends:
-    """Backends of any layer of a recipe, without draws and histories."""
+def backends_of(key: int, device: torch.device) -> LayerBackends:
+    """Backends of any layer of a recipe on a device, which caches fixed signs there; without draws and histories."""
     recipe = _recipes[key]
     linear_id = LinearId(0, "compiled")
     transforms = Transforms({name: gemm.hadamard for name, gemm in recipe.gemms.items()}, linear_id.sign_streams(0))
@@ -91,7 +91,7 @@ def _fake_cast(
     matrix: Tensor, amax: Tensor | None, at: Tensor | None, key: int, backend: str, tensor: str, request: list[bool]
 ) -> list[Tensor]:
     asked = CastRequest(*request)
-    made = backends_of(key).built(backend).empty(tensor, matrix, asked)
+    made = backends_of(key, matrix.device).built(backend).empty(tensor, matrix, asked)
     assert made is not None
     found = [each for name in FIELDS if (each := getattr(made, name)) is not None]
     return [*found, matrix.new_empty(matrix.shape[1])] if asked.sums else found
@@ -106,7 +106,7 @@ def _cast(
         amax: for a current scale, if known.
         at: of ``begin_pass``: number of the layer's backends, step and microbatch; None for a recipe without state.
     """
-    backends, rng_step = backends_of(key), _NO_DRAWS
+    backends, rng_step = backends_of(key, matrix.device), _NO_DRAWS
     if at is not None:
         number, step, microbatch = at.tolist()
         backends, rng_step = _numbered[number], RngStep(step, microbatch)
@@ -150,8 +150,8 @@ def _product(
     dtype: Any,
 ) -> Tensor:
     """``GemmBackend.gemm`` of operands by their data, scale and tensor scale; ``rows`` of the result."""
-    backends = backends_of(key)
-    operands = []
+    assert a[0] is not None
+    backends, operands = backends_of(key, a[0].device), []
     for tensor, (data, scale, tensor_scale) in zip(GEMM_OPERANDS[gemm], (a, b), strict=True):
         way = "rowwise" if SIDES[tensor][0] == gemm else "columnwise"
         assert data is not None

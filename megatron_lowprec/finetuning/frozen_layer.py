@@ -110,16 +110,6 @@ class FrozenLayer(LowPrecLayer):
         names = [f"weight_{side}_{field}" for field in Codes._fields]
         return Codes(*(self._buffers.get(name) for name in names)) if names[0] in self._buffers else None  # type: ignore[arg-type]
 
-    def _stored(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Buffers of a weight in the layout of the parameter."""
-        w_OI = (weight.t() if self._replaced.transposed else weight).detach().to(self._replaced.dtype)
-        sides = {"rowwise": (w_OI, self._specs.rowwise), "columnwise": (w_OI.t(), self._specs.columnwise)}
-        found = {_AMAX: amax_of(w_OI)} if self._specs.rowwise.scaling == "delayed" else {}
-        for side, (matrix, spec) in sides.items():
-            fields = {} if spec is None else Codes.of(matrix, spec)._asdict()
-            found |= {f"weight_{side}_{name}": value for name, value in fields.items() if value is not None}
-        return found
-
     def release(self) -> None:
         """Make the weight a frozen parameter again, with the value of the codes."""
         value = nn.Parameter(self.weight.value().contiguous(), requires_grad=False)
@@ -171,7 +161,8 @@ class FrozenLayer(LowPrecLayer):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         weight = state_dict.pop(f"{prefix}weight", None)
         if weight is not None:
-            state_dict.update({prefix + name: value for name, value in self._stored(weight).items()})
+            stored = _stored(weight, self._replaced, self._specs)
+            state_dict.update({prefix + name: value for name, value in stored.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._keep(None)
 
@@ -202,14 +193,27 @@ def _hold(layer: LowPrecLayer, specs: StoredSpecs, dtype: torch.dtype) -> None:
     weight, transposed = layer.weight, isinstance(layer, LowPrecConv1D)
     out_features, in_features = weight.shape[::-1] if transposed else weight.shape
     replaced = _Parameter((out_features, in_features), dtype, transposed)
-    layer.__class__ = combined(FrozenLayer, type(layer))
+    stored, kind = _stored(weight, replaced, specs), combined(FrozenLayer, type(layer))
+    # from here on nothing raises: a layer has its parameter or its codes
+    layer.__class__ = kind
     assert isinstance(layer, FrozenLayer)
     del layer._parameters["weight"]
     layer.__dict__.update(_specs=specs, _replaced=replaced, _weight=None)
-    for name, value in layer._stored(weight).items():
+    for name, value in stored.items():
         layer.register_buffer(name, value)
     layer._names = tuple(name for name in _FIELDS if name in layer._buffers)
     layer._key = layer._operator_key()
+
+
+def _stored(weight: torch.Tensor, replaced: _Parameter, specs: StoredSpecs) -> dict[str, torch.Tensor]:
+    """Buffers of a weight in the layout of the replaced parameter."""
+    w_OI = (weight.t() if replaced.transposed else weight).detach().to(replaced.dtype)
+    sides = {"rowwise": (w_OI, specs.rowwise), "columnwise": (w_OI.t(), specs.columnwise)}
+    found = {_AMAX: amax_of(w_OI)} if specs.rowwise.scaling == "delayed" else {}
+    for side, (matrix, spec) in sides.items():
+        fields = {} if spec is None else Codes.of(matrix, spec)._asdict()
+        found |= {f"weight_{side}_{name}": value for name, value in fields.items() if value is not None}
+    return found
 
 
 def _specs_of(path: str, layer: LowPrecLayer, storage: QuantSpec | None) -> StoredSpecs:

@@ -391,6 +391,27 @@ def test_what_cannot_be_held() -> None:
         quantize_frozen_weights(held("mxfp8"))  # held already
 
 
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_failure_leaves_the_weight(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example out of memory, in either direction: the layer is the converted one, and a second call holds it."""
+    layer, want, of = layer_of("mxfp8"), passes(layer_of("mxfp8")), Codes.of
+    left = [of] * calls
+
+    def fails(matrix: torch.Tensor, spec: QuantSpec) -> Codes:
+        if not left:
+            raise torch.OutOfMemoryError
+        return left.pop()(matrix, spec)
+
+    monkeypatch.setattr(Codes, "of", staticmethod(fails))
+    with pytest.raises(torch.OutOfMemoryError):
+        quantize_frozen_weights(layer)
+    monkeypatch.undo()
+    assert type(layer) is type(layer_of("mxfp8"))
+    assert isinstance(layer.weight, nn.Parameter)
+    assert equal(passes(layer), want)
+    assert equal(passes(quantize_frozen_weights(layer)), want)
+
+
 # ---- the guide
 def test_the_guide_has_the_bytes_of_every_recipe() -> None:
     """An entry of a weight 4096 x 4096, to three places."""

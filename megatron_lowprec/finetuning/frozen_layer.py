@@ -6,8 +6,9 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import nn
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.finetuning.frozen_operator import FrozenOperands, frozen_linear, operator_key
+from megatron_lowprec.linear.backends.protocol import COMPUTE_DTYPES
 from megatron_lowprec.linear.layer_state import combined, parts_of
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer
 from megatron_lowprec.quantization.frozen_weight import Codes, FrozenWeight, StoredSpecs, amax_of, stored_specs
@@ -39,8 +40,10 @@ def quantize_frozen_weights(model: M, storage: QuantSpec | None = None, dtype: t
         dtype: the dtype of the GEMMs, if not that of the weights: under torch.autocast.
 
     Raises:
-        UserError: no converted layer has a frozen weight; the recipe needs an unquantized weight; FSDP2 has sharded it.
+        UserError: no converted layer has a frozen weight, or all are codes; the recipe needs an unquantized weight;
+            FSDP2 has sharded it; an argument of another type.
     """
+    _check_arguments(model, storage, dtype)
     layers = {path: module for path, module in model.named_modules() if isinstance(module, LowPrecLayer)}
     frozen = {
         path: layer
@@ -48,6 +51,11 @@ def quantize_frozen_weights(model: M, storage: QuantSpec | None = None, dtype: t
         if not isinstance(layer, FrozenLayer) and not layer.weight.requires_grad
     }
     if not frozen:
+        if any(isinstance(layer, FrozenLayer) for layer in layers.values()):
+            raise UserError(
+                "quantize_frozen_weights was called on a model whose frozen weights are all codes already: call "
+                "dequantize_frozen_weights first to change storage"
+            )
         found = "no converted layer: call convert first" if not layers else "no converted layer with a frozen weight"
         raise UserError(f"quantize_frozen_weights found {found}; freeze weights by requires_grad_(False) or an adapter")
     specs = {path: _specs_of(path, layer, storage) for path, layer in frozen.items()}
@@ -216,6 +224,21 @@ def _stored(weight: torch.Tensor, replaced: _Parameter, specs: StoredSpecs) -> d
     return found
 
 
+def _check_arguments(model: object, storage: object, dtype: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UserError(f"quantize_frozen_weights was given {type_of(model)} as model: give a torch.nn.Module")
+    if storage is not None and not isinstance(storage, QuantSpec):
+        raise UserError(
+            f"quantize_frozen_weights was given {type_of(storage)} as storage: give a QuantSpec, as in "
+            'QuantSpec("e2m1", granularity="1x32", scale_format="e8m0", scale_rule="floor")'
+        )
+    if dtype is not None and dtype not in COMPUTE_DTYPES:
+        raise UserError(
+            f"quantize_frozen_weights was given dtype={dtype!r}, but recipes compute in bfloat16 or float32: give "
+            "torch.bfloat16 or torch.float32"
+        )
+
+
 def _specs_of(path: str, layer: LowPrecLayer, storage: QuantSpec | None) -> StoredSpecs:
     if layer.gathers_fp8 or type(layer.weight.data).__name__ == "DTensor":
         raise UserError(f"{path}.weight is sharded: call quantize_frozen_weights before fully_shard")
@@ -226,6 +249,8 @@ def _specs_of(path: str, layer: LowPrecLayer, storage: QuantSpec | None) -> Stor
                 f"nearest, got rounding {storage.rounding}, scaling {storage.scaling} and source {storage.source}"
             )
         return StoredSpecs(storage, quantizes=frozenset({"fprop", "dgrad"}))
+    if not layer.linear_gemms.recipe.quantized:
+        raise UserError(f"recipe {layer.recipe.name} quantizes no weight: pass storage=QuantSpec(...)")
     try:
         return stored_specs(layer.linear_gemms.recipe)
     except UserError as reason:

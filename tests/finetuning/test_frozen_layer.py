@@ -146,7 +146,10 @@ def test_every_recipe_is_held_or_refused() -> None:
     ends = {"fp8_current_bf16_ends"}  # the GEMMs of fp8_current
     assert set(STORED) | set(_NOT_HELD) | ends == set(CONVERTIBLE)
     for name, gemm in _NOT_HELD.items():
-        with pytest.raises(UserError, match=f"cannot hold its frozen weight as codes: {gemm} takes the weight"):
+        why = f"cannot hold its frozen weight as codes: {gemm} takes the weight"
+        if name == "bf16":
+            why = r"recipe bf16 quantizes no weight: pass storage=QuantSpec\("
+        with pytest.raises(UserError, match=why):
             held(name)
 
 
@@ -387,8 +390,17 @@ def test_what_cannot_be_held() -> None:
     for spec in (replace(MXFP4, rounding="stochastic"), QuantSpec("e4m3", granularity="tensor", scaling="delayed")):
         with pytest.raises(UserError, match="takes a storage spec with current scales"):
             held("bf16", storage=spec)
-    with pytest.raises(UserError, match="no converted layer with a frozen weight"):
-        quantize_frozen_weights(held("mxfp8"))  # held already
+    with pytest.raises(UserError, match="all codes already: call dequantize_frozen_weights first to change storage"):
+        quantize_frozen_weights(held("mxfp8"), storage=MXFP4)
+    layer = layer_of("mxfp8")
+    for given, why in (
+        ({"model": [layer]}, r"a list as model: give a torch\.nn\.Module"),
+        ({"storage": "mxfp4"}, r"a str as storage: give a QuantSpec, as in QuantSpec\("),
+        ({"dtype": "bf16"}, "dtype='bf16', but recipes compute in bfloat16 or float32"),
+        ({"dtype": torch.float16}, r"dtype=torch\.float16, but recipes compute in bfloat16 or float32"),
+    ):
+        with pytest.raises(UserError, match=why):
+            quantize_frozen_weights(**{"model": layer} | given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("calls", [0, 1])

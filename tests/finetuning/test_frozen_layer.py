@@ -25,6 +25,7 @@ from megatron_lowprec.finetuning import FrozenLayer, dequantize_frozen_weights, 
 from megatron_lowprec.kernels.cast_fp8 import reference as cast_fp8
 from megatron_lowprec.linear.backends.hopper_fp8.dense import rule_of
 from megatron_lowprec.linear.backends.protocol import GemmBackend
+from megatron_lowprec.linear.fp8_all_gather import enable_fp8_all_gather
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear, end_step
 from megatron_lowprec.quantization.frozen_weight import Codes, FrozenWeight, stored_specs
 from megatron_lowprec.quantization.quantizer import quantize
@@ -33,6 +34,7 @@ from tests.environment import ROOT
 from tests.linear.conversions import CONVERTIBLE
 from tests.linear.test_blackwell_mx import pretended
 from tests.linear.tiny_models import Conv1D, build, tokens_of
+from tests.linear.wrapping import train
 from tests.weekly import also_weekly
 
 T, IN, OUT = 40, 256, 384
@@ -279,6 +281,37 @@ def test_models_have_the_losses_of_weights_in_bf16(recipe: str, way: str) -> Non
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def test_an_fp8_all_gather_leaves_codes_on_each_rank() -> None:
+    """FSDP2 gathers the trained layer as codes, with the losses of a gather in bf16."""
+
+    def sharded(gathers: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN)).bfloat16()
+        model[0].requires_grad_(False)
+        model = quantize_frozen_weights(convert(model, "fp8_current"))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        if gathers:
+            for given in ("bf16", torch.float16):
+                with pytest.raises(UserError, match=rf"was given param_dtype={given!r}, but recipes compute in"):
+                    enable_fp8_all_gather(model, given)  # type: ignore[arg-type]
+            enable_fp8_all_gather(model)
+            with pytest.raises(UserError, match="was called for this model before: call it once"):
+                enable_fp8_all_gather(model)
+        assert [layer.gathers_fp8 for layer in model] == [False, gathers]
+        return model
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(T, IN, generator=generator).bfloat16() for _ in range(2)]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert train(sharded(True), batches) == train(sharded(False), batches)
+        frozen = nn.Sequential(held("fp8_current"))
+        with pytest.raises(UserError, match="can send no weight as codes under recipe fp8_current: held as codes"):
+            enable_fp8_all_gather(fully_shard(frozen, mesh=init_device_mesh("cpu", (1,))))
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- state dicts, copies and moves

@@ -167,10 +167,17 @@ class FrozenLayer(LowPrecLayer):
 
     # ---- state dict, copies and moves
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        weight = state_dict.pop(f"{prefix}weight", None)
-        if weight is not None:
+        weight, shape, errors = state_dict.pop(f"{prefix}weight", None), self.weight.shape, args[-1]
+        if weight is not None and weight.shape == shape:
             stored = _stored(weight, self._replaced, self._specs)
             state_dict.update({prefix + name: value for name, value in stored.items()})
+        elif weight is not None:
+            errors.append(  # as torch words it
+                f"size mismatch for {prefix}weight: copying a param with shape {weight.shape} from checkpoint, the "
+                f"shape in current model is {shape}."
+            )
+            own = {name: value for name, value in self._buffers.items() if name.startswith("weight_")}
+            state_dict.update({prefix + name: value for name, value in own.items()})  # none is missing
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._keep(None)
 

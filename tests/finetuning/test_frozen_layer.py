@@ -329,6 +329,22 @@ def test_state_dicts_of_codes_and_of_weights_load(name: str, tmp_path: Path) -> 
     assert equal(passes(layer), passes(other))
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_weight_of_another_shape_is_reported_as_the_weight(assign: bool) -> None:
+    """As torch reports it: no name or size of codes, and what the layer holds stays."""
+    layer, state = held("mxfp8", "conv1d"), layer_of("mxfp8", "conv1d").state_dict()
+    want = passes(layer)
+    state["weight"] = state["weight"].t()
+    with pytest.raises(RuntimeError) as error:
+        layer.load_state_dict(state, assign=assign)
+    (line,) = str(error.value).splitlines()[1:]
+    assert line.strip() == (
+        f"size mismatch for weight: copying a param with shape torch.Size([{OUT}, {IN}]) from checkpoint, the shape "
+        f"in current model is torch.Size([{IN}, {OUT}])."
+    )
+    assert equal(passes(layer), want)
+
+
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])
 def test_copies_pickles_and_moves_keep_the_bits(kind: str) -> None:
     want = passes(held("fp8_rowwise", kind))
@@ -397,7 +413,15 @@ def test_state_of_a_recipe_breaks_the_graph(name: str) -> None:
 def test_dequantized_weights_are_parameters(kind: str) -> None:
     layer = held("mxfp8", kind)
     want, kinds = layer.weight.value(), type(layer_of("mxfp8", kind))
-    for write in (lambda: layer.weight.data.add_(1), lambda: layer.weight.add_(1), lambda: _assign(layer)):
+    layer.weight.requires_grad_(False)
+    writes = (
+        lambda: layer.weight.data.add_(1),
+        lambda: layer.weight.add_(1),
+        lambda: setattr(layer.weight, "data", torch.zeros(layer.weight.shape)),
+        lambda: layer.weight.requires_grad_(True),  # would train nothing
+        lambda: setattr(layer.weight, "requires_grad", True),
+    )
+    for write in writes:
         with pytest.raises(UserError, match=r"call megatron_lowprec\.finetuning\.dequantize_frozen_weights\(model\)"):
             write()
     assert torch.equal(layer.weight + 0, want)  # to read
@@ -407,10 +431,6 @@ def test_dequantized_weights_are_parameters(kind: str) -> None:
     assert torch.equal(layer.weight, want)
     assert {name for name, _ in layer.named_parameters()} == {"weight", "bias"}
     assert dict(layer.named_buffers()) == {}
-
-
-def _assign(layer: Any) -> None:
-    layer.weight.data = torch.zeros(layer.weight.shape)
 
 
 def test_what_cannot_be_held() -> None:

@@ -285,23 +285,19 @@ def _linears(model: nn.Module) -> Iterator[_Layer]:
     """Every ``nn.Linear``, subclasses included, ``Conv1D`` of transformers and 3-D weight, shared ones once."""
     sizes: tuple[int, int]
     module: Any
+    of_peft = hasattr(model, "peft_config")
     for path, module in (*model.named_modules(), *expert_weights(model)):
         if isinstance(module, nn.Linear):
             sizes = module.in_features, module.out_features
-        elif _is_conv1d(module):
+        elif (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D"):
             sizes = module.nx, module.nf
         elif isinstance(module, ExpertWeight):
             sizes = module.sizes
         else:
             continue
         stack, number, num_layers, name = _position(model, path)
-        plain_path = without_adapters(path, of_peft=hasattr(model, "peft_config"))
-        yield _Layer(path, module, *sizes, stack, number, num_layers, without_adapters(name), plain_path)
-
-
-def _is_conv1d(module: Any) -> bool:
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+        name, plain_path = (without_adapters(each, of_peft) for each in (name, path))
+        yield _Layer(path, module, *sizes, stack, number, num_layers, name, plain_path)
 
 
 def _position(model: nn.Module, path: str) -> tuple[str, int, int, str]:

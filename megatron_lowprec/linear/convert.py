@@ -192,16 +192,16 @@ def plan(
     """The conversion that ``convert`` would make; changes nothing. Arguments and errors as in ``convert``."""
     recipe = _checked_recipe(model, recipe)
     _check_model(model)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise UserError(f"convert was given {type_of(dtype)} as dtype: give a torch.dtype such as torch.bfloat16")
     layers = list(_linears(model))
     used = _used_recipe(recipe, keep_bf16, layers)
     heads = _output_heads(model)
     converted, excluded = dict[str, Layer](), dict[str, Exclusion]()
     gemms: dict[tuple[Choice, str], set[str]] = {}
     for layer in layers:
-        weight = layer.module.weight
-        assert isinstance(weight, torch.Tensor)
-        arch = arch_of(weight.device if device is None else torch.device(device))
-        gemm_dtype = weight.dtype if dtype is None else dtype
+        weight: torch.Tensor = layer.module.weight
+        arch, gemm_dtype = _arch(weight.device if device is None else device), dtype or weight.dtype
         kind = str(gemm_dtype).removeprefix("torch.")
         linear = used.at(layer.place)
         why = _requested(recipe, layer, linear, filter, heads) or _unsupported(model, layer, gemm_dtype)
@@ -278,6 +278,13 @@ def _used_recipe(recipe: Recipe, keep_bf16: Sequence[str], layers: Sequence[_Lay
             "out and name the layers by keep_bf16=[...]"
         )
     return recipe.in_bf16(modules=keep_bf16)
+
+
+def _arch(device: torch.device | str) -> str:
+    try:
+        return arch_of(torch.device(device))
+    except (AssertionError, RuntimeError, TypeError):  # no device, or a GPU where there is none
+        raise UserError(f"convert found no device {device!r}: give one of torch's, such as 'cpu' or 'cuda'") from None
 
 
 # ---- linear layers of a model

@@ -59,7 +59,8 @@ class LowPrecConverter(QuantizationConverter):
     torchtitan's ``LoRAConverter``, whose adapters stay in the compute dtype.
 
     Raises:
-        UserError: as ``megatron_lowprec.convert``.
+        UserError: as ``megatron_lowprec.convert``; in the first pass under pipeline parallelism, if the recipe has
+            delayed scaling or random draws.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -90,7 +91,7 @@ class LowPrecConverter(QuantizationConverter):
         )
         if spans_ranks(None):
             check_common_step(conversion.recipe.delayed_operands().values())
-        group = LayerGroup()
+        group = LayerGroup(whole=True)
         places = conversion.converted
         found = [node for node in model_config.traverse(Linear.Config) if node[0] in places]
         if not found:

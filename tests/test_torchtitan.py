@@ -4,6 +4,7 @@ import importlib
 import json
 import pickle
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from megatron_lowprec import UserError, convert
 from megatron_lowprec.finetuning import quantize_frozen_weights
+from megatron_lowprec.linear.layer_histories import LayerGroup
 from megatron_lowprec.linear.lowprec_linear import LowPrecLayer, LowPrecLinear
 
 pytest.importorskip("torchtitan", reason="the extra torchtitan is not installed")
@@ -18,6 +20,7 @@ pytest.importorskip("torchtitan", reason="the extra torchtitan is not installed"
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.override import apply_overrides
+from torchtitan.distributed.pipeline_parallel import _split_module
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 
@@ -132,6 +135,22 @@ def test_lora_of_torchtitan_wraps_converted_layers() -> None:
     losses = train(quantize_frozen_weights(codes))
     assert losses == train(model)
     assert losses != train(built(spec_of(lora).model))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp4_rht_sr"])
+def test_state_is_refused_in_stages_of_a_pipeline(recipe: str) -> None:
+    """By torchtitan's own split, before the collective of the first pass; the whole model passes."""
+    x, several = torch.randn(8, 256), patch.object(LayerGroup, "_spans_ranks", True)
+    model = built(spec_of(LowPrecConverter.Config(recipe=recipe)).model)
+    stages = [_split_module(model, names) for names in (["tok_embeddings", "layers.0"], ["layers.1", "lm_head"])]
+    for number, stage in enumerate(stages):
+        layer = stage.layers[str(number)].feed_forward.w1
+        with several, pytest.raises(UserError, match="found 5 of a model's 10 layers in this process"):
+            layer(x)
+        layer(x)  # in one process
+    with several, patch.object(LayerGroup, "_reduce") as reduces:
+        model.layers["0"].feed_forward.w1(x)
+    assert reduces.called == (recipe == "fp8_delayed")
 
 
 def test_models_pickle_and_nothing_to_convert_is_an_error() -> None:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import nn
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.finetuning.frozen_operator import FrozenOperands, frozen_linear, operator_key
+from megatron_lowprec.linear.backends.protocol import COMPUTE_DTYPES
 from megatron_lowprec.linear.layer_state import combined, parts_of
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer
 from megatron_lowprec.quantization.frozen_weight import Codes, FrozenWeight, StoredSpecs, amax_of, stored_specs
@@ -39,8 +40,10 @@ def quantize_frozen_weights(model: M, storage: QuantSpec | None = None, dtype: t
         dtype: the dtype of the GEMMs, if not that of the weights: under torch.autocast.
 
     Raises:
-        UserError: no converted layer has a frozen weight; the recipe needs an unquantized weight; FSDP2 has sharded it.
+        UserError: no converted layer has a frozen weight, or all are codes; the recipe needs an unquantized weight;
+            FSDP2 has sharded it; an argument of another type.
     """
+    _check_arguments(model, storage, dtype)
     layers = {path: module for path, module in model.named_modules() if isinstance(module, LowPrecLayer)}
     frozen = {
         path: layer
@@ -48,6 +51,11 @@ def quantize_frozen_weights(model: M, storage: QuantSpec | None = None, dtype: t
         if not isinstance(layer, FrozenLayer) and not layer.weight.requires_grad
     }
     if not frozen:
+        if any(isinstance(layer, FrozenLayer) for layer in layers.values()):
+            raise UserError(
+                "quantize_frozen_weights was called on a model whose frozen weights are all codes already: call "
+                "dequantize_frozen_weights first to change storage"
+            )
         found = "no converted layer: call convert first" if not layers else "no converted layer with a frozen weight"
         raise UserError(f"quantize_frozen_weights found {found}; freeze weights by requires_grad_(False) or an adapter")
     specs = {path: _specs_of(path, layer, storage) for path, layer in frozen.items()}
@@ -110,16 +118,6 @@ class FrozenLayer(LowPrecLayer):
         names = [f"weight_{side}_{field}" for field in Codes._fields]
         return Codes(*(self._buffers.get(name) for name in names)) if names[0] in self._buffers else None  # type: ignore[arg-type]
 
-    def _stored(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Buffers of a weight in the layout of the parameter."""
-        w_OI = (weight.t() if self._replaced.transposed else weight).detach().to(self._replaced.dtype)
-        sides = {"rowwise": (w_OI, self._specs.rowwise), "columnwise": (w_OI.t(), self._specs.columnwise)}
-        found = {_AMAX: amax_of(w_OI)} if self._specs.rowwise.scaling == "delayed" else {}
-        for side, (matrix, spec) in sides.items():
-            fields = {} if spec is None else Codes.of(matrix, spec)._asdict()
-            found |= {f"weight_{side}_{name}": value for name, value in fields.items() if value is not None}
-        return found
-
     def release(self) -> None:
         """Make the weight a frozen parameter again, with the value of the codes."""
         value = nn.Parameter(self.weight.value().contiguous(), requires_grad=False)
@@ -169,9 +167,17 @@ class FrozenLayer(LowPrecLayer):
 
     # ---- state dict, copies and moves
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        weight = state_dict.pop(f"{prefix}weight", None)
-        if weight is not None:
-            state_dict.update({prefix + name: value for name, value in self._stored(weight).items()})
+        weight, shape, errors = state_dict.pop(f"{prefix}weight", None), self.weight.shape, args[-1]
+        if weight is not None and weight.shape == shape:
+            stored = _stored(weight, self._replaced, self._specs)
+            state_dict.update({prefix + name: value for name, value in stored.items()})
+        elif weight is not None:
+            errors.append(  # as torch words it
+                f"size mismatch for {prefix}weight: copying a param with shape {weight.shape} from checkpoint, the "
+                f"shape in current model is {shape}."
+            )
+            own = {name: value for name, value in self._buffers.items() if name.startswith("weight_")}
+            state_dict.update({prefix + name: value for name, value in own.items()})  # none is missing
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._keep(None)
 
@@ -202,14 +208,42 @@ def _hold(layer: LowPrecLayer, specs: StoredSpecs, dtype: torch.dtype) -> None:
     weight, transposed = layer.weight, isinstance(layer, LowPrecConv1D)
     out_features, in_features = weight.shape[::-1] if transposed else weight.shape
     replaced = _Parameter((out_features, in_features), dtype, transposed)
-    layer.__class__ = combined(FrozenLayer, type(layer))
+    stored, kind = _stored(weight, replaced, specs), combined(FrozenLayer, type(layer))
+    # from here on nothing raises: a layer has its parameter or its codes
+    layer.__class__ = kind
     assert isinstance(layer, FrozenLayer)
     del layer._parameters["weight"]
     layer.__dict__.update(_specs=specs, _replaced=replaced, _weight=None)
-    for name, value in layer._stored(weight).items():
+    for name, value in stored.items():
         layer.register_buffer(name, value)
     layer._names = tuple(name for name in _FIELDS if name in layer._buffers)
     layer._key = layer._operator_key()
+
+
+def _stored(weight: torch.Tensor, replaced: _Parameter, specs: StoredSpecs) -> dict[str, torch.Tensor]:
+    """Buffers of a weight in the layout of the replaced parameter."""
+    w_OI = (weight.t() if replaced.transposed else weight).detach().to(replaced.dtype)
+    sides = {"rowwise": (w_OI, specs.rowwise), "columnwise": (w_OI.t(), specs.columnwise)}
+    found = {_AMAX: amax_of(w_OI)} if specs.rowwise.scaling == "delayed" else {}
+    for side, (matrix, spec) in sides.items():
+        fields = {} if spec is None else Codes.of(matrix, spec)._asdict()
+        found |= {f"weight_{side}_{name}": value for name, value in fields.items() if value is not None}
+    return found
+
+
+def _check_arguments(model: object, storage: object, dtype: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UserError(f"quantize_frozen_weights was given {type_of(model)} as model: give a torch.nn.Module")
+    if storage is not None and not isinstance(storage, QuantSpec):
+        raise UserError(
+            f"quantize_frozen_weights was given {type_of(storage)} as storage: give a QuantSpec, as in "
+            'QuantSpec("e2m1", granularity="1x32", scale_format="e8m0", scale_rule="floor")'
+        )
+    if dtype is not None and dtype not in COMPUTE_DTYPES:
+        raise UserError(
+            f"quantize_frozen_weights was given dtype={dtype!r}, but recipes compute in bfloat16 or float32: give "
+            "torch.bfloat16 or torch.float32"
+        )
 
 
 def _specs_of(path: str, layer: LowPrecLayer, storage: QuantSpec | None) -> StoredSpecs:
@@ -222,6 +256,8 @@ def _specs_of(path: str, layer: LowPrecLayer, storage: QuantSpec | None) -> Stor
                 f"nearest, got rounding {storage.rounding}, scaling {storage.scaling} and source {storage.source}"
             )
         return StoredSpecs(storage, quantizes=frozenset({"fprop", "dgrad"}))
+    if not layer.linear_gemms.recipe.quantized:
+        raise UserError(f"recipe {layer.recipe.name} quantizes no weight: pass storage=QuantSpec(...)")
     try:
         return stored_specs(layer.linear_gemms.recipe)
     except UserError as reason:

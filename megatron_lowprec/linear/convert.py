@@ -192,16 +192,16 @@ def plan(
     """The conversion that ``convert`` would make; changes nothing. Arguments and errors as in ``convert``."""
     recipe = _checked_recipe(model, recipe)
     _check_model(model)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise UserError(f"convert was given {type_of(dtype)} as dtype: give a torch.dtype such as torch.bfloat16")
     layers = list(_linears(model))
     used = _used_recipe(recipe, keep_bf16, layers)
     heads = _output_heads(model)
     converted, excluded = dict[str, Layer](), dict[str, Exclusion]()
     gemms: dict[tuple[Choice, str], set[str]] = {}
     for layer in layers:
-        weight = layer.module.weight
-        assert isinstance(weight, torch.Tensor)
-        arch = arch_of(weight.device if device is None else torch.device(device))
-        gemm_dtype = weight.dtype if dtype is None else dtype
+        weight: torch.Tensor = layer.module.weight
+        arch, gemm_dtype = _arch(weight.device if device is None else device), dtype or weight.dtype
         kind = str(gemm_dtype).removeprefix("torch.")
         linear = used.at(layer.place)
         why = _requested(recipe, layer, linear, filter, heads) or _unsupported(model, layer, gemm_dtype)
@@ -280,28 +280,31 @@ def _used_recipe(recipe: Recipe, keep_bf16: Sequence[str], layers: Sequence[_Lay
     return recipe.in_bf16(modules=keep_bf16)
 
 
+def _arch(device: torch.device | str) -> str:
+    try:
+        return arch_of(torch.device(device))
+    except (AssertionError, RuntimeError, TypeError):  # no device, or a GPU where there is none
+        raise UserError(f"convert found no device {device!r}: give one of torch's, such as 'cpu' or 'cuda'") from None
+
+
 # ---- linear layers of a model
 def _linears(model: nn.Module) -> Iterator[_Layer]:
     """Every ``nn.Linear``, subclasses included, ``Conv1D`` of transformers and 3-D weight, shared ones once."""
     sizes: tuple[int, int]
     module: Any
+    of_peft = hasattr(model, "peft_config")
     for path, module in (*model.named_modules(), *expert_weights(model)):
         if isinstance(module, nn.Linear):
             sizes = module.in_features, module.out_features
-        elif _is_conv1d(module):
+        elif (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D"):
             sizes = module.nx, module.nf
         elif isinstance(module, ExpertWeight):
             sizes = module.sizes
         else:
             continue
         stack, number, num_layers, name = _position(model, path)
-        plain_path = without_adapters(path, of_peft=hasattr(model, "peft_config"))
-        yield _Layer(path, module, *sizes, stack, number, num_layers, without_adapters(name), plain_path)
-
-
-def _is_conv1d(module: Any) -> bool:
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+        name, plain_path = (without_adapters(each, of_peft) for each in (name, path))
+        yield _Layer(path, module, *sizes, stack, number, num_layers, name, plain_path)
 
 
 def _position(model: nn.Module, path: str) -> tuple[str, int, int, str]:

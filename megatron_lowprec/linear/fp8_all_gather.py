@@ -16,12 +16,14 @@ from torch import nn
 
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.backends.protocol import COMPUTE_DTYPES
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer
 from megatron_lowprec.linear.sharding.coded_shard import CodedShard, why_not_coded
 from megatron_lowprec.linear.sharding.primary_shard import PrimaryShard, set_scales
 from megatron_lowprec.linear.sharding.tensor_parallel import is_dtensor
 from megatron_lowprec.linear.sharding.weight_shard import WeightShard
 from megatron_lowprec.quantization.forward_pass import is_training_pass
+from megatron_lowprec.quantization.frozen_weight import FrozenWeight
 from megatron_lowprec.quantization.random_stream import in_backward_pass
 from megatron_lowprec.recipe.coverage import LinearSite, indivisible, primary_weight_spec
 from megatron_lowprec.recipe.schema import GemmSpec
@@ -39,7 +41,8 @@ def enable_fp8_all_gather(model: nn.Module, param_dtype: torch.dtype | None = No
     forward passes by ``model`` itself, not by its parts. Where fprop and dgrad take different codes of one byte an
     entry (``mxfp8``, ``fp8_rowwise``) and weights are gathered in bf16, a forward pass gathers those of fprop and a
     backward pass those of dgrad: FSDP2 must reshard after the forward pass, without activation recomputation. Weights
-    that cannot be sent as codes are gathered as before; the logger ``megatron_lowprec`` names them at level INFO.
+    that cannot be sent as codes are gathered as before, and those of ``quantize_frozen_weights`` are on each rank; the
+    logger ``megatron_lowprec`` names both at level INFO.
 
     Args:
         model: the root that ``fully_shard`` returned.
@@ -47,11 +50,18 @@ def enable_fp8_all_gather(model: nn.Module, param_dtype: torch.dtype | None = No
 
     Raises:
         UserError: no weight can be sent as codes; weights are not sharded by ``fully_shard`` along their rows, or are
-            offloaded to the CPU.
+            offloaded to the CPU; the model's are sent as codes already; ``param_dtype`` is not bfloat16 or float32.
     """
+    if param_dtype is not None and param_dtype not in COMPUTE_DTYPES:
+        raise UserError(
+            f"enable_fp8_all_gather was given param_dtype={param_dtype!r}, but recipes compute in bfloat16 or float32: "
+            "give the torch.dtype of the MixedPrecisionPolicy"
+        )
     layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, LowPrecLayer)}
     if not layers:
         raise UserError("the model has no converted layer: call convert, then fully_shard, then enable_fp8_all_gather")
+    if any(layer.gathers_fp8 for layer in layers.values()):
+        raise UserError("enable_fp8_all_gather was called for this model before: call it once, on the root")
     found = {path: _shard_of(path, layer, param_dtype) for path, layer in layers.items()}
     shards = [shard for shard in found.values() if isinstance(shard, WeightShard)]
     kept: dict[str, list[str]] = {}
@@ -65,11 +75,11 @@ def enable_fp8_all_gather(model: nn.Module, param_dtype: torch.dtype | None = No
         )
     _Gather(shards, param_dtype).attach(model)
     for reason, paths in kept.items():
-        logger.info("gathered in the compute dtype, %s: %s", reason, ", ".join(paths))
+        logger.info("not gathered as codes, %s: %s", reason, ", ".join(paths))
 
 
 def _shard_of(path: str, layer: LowPrecLayer, param_dtype: torch.dtype | None) -> WeightShard | str:
-    """The shard of a layer's weight, or the reason why it is gathered in the compute dtype.
+    """The shard of a layer's weight, or the reason why it is not gathered as codes.
 
     Raises:
         UserError: the weight is not sharded by ``fully_shard`` along its rows, or is offloaded to the CPU.
@@ -79,6 +89,8 @@ def _shard_of(path: str, layer: LowPrecLayer, param_dtype: torch.dtype | None) -
         return "not quantized"
     if isinstance(layer, LowPrecConv1D):
         return "stored transposed"
+    if isinstance(layer.weight, FrozenWeight):
+        return "held as codes already"
     if (why := why_not_coded(recipe)) is not None:
         return why
     if not is_dtensor(layer.weight.data):

@@ -174,6 +174,8 @@ class LayerGroup:
         ranks: the ranks that hold the same layers; None for all ranks.
         distributed: False for layers of this process only.
         given_rank: whether the caller chose the data-parallel rank of the layers' draws.
+        whole: refuse passes on several ranks once layers were removed: each stage of a pipeline holds others, and would
+            wait for the rest in the collectives of its first pass.
 
     Attributes:
         pending: whether a pass in training may have run since the last step; always, once a CUDA graph holds one.
@@ -181,9 +183,15 @@ class LayerGroup:
     """
 
     def __init__(
-        self, ranks: dist.ProcessGroup | None = None, *, distributed: bool = True, given_rank: bool = False
+        self,
+        ranks: dist.ProcessGroup | None = None,
+        *,
+        distributed: bool = True,
+        given_rank: bool = False,
+        whole: bool = False,
     ) -> None:
         self.ranks, self._distributed, self.given_rank = ranks, distributed, given_rank or not distributed
+        self._whole = whole
         self._begin()
 
     def _begin(self) -> None:
@@ -195,7 +203,8 @@ class LayerGroup:
         _follow_optimizers()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"ranks": self.ranks, "_distributed": self._distributed, "given_rank": self.given_rank}
+        names = "ranks", "_distributed", "given_rank", "_whole"
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -203,8 +212,8 @@ class LayerGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerGroup":
         # a process group cannot be copied; copies of the layers join
-        copied = LayerGroup(self.ranks, distributed=self._distributed, given_rank=self.given_rank)
-        memo[id(self)] = copied
+        copied = memo[id(self)] = LayerGroup.__new__(LayerGroup)
+        copied.__setstate__(self.__getstate__())
         return copied
 
     def add(self, layer: Any) -> None:
@@ -302,6 +311,12 @@ class LayerGroup:
         if loaded is False or not self._spans_ranks:
             return
         layers = self.layers
+        if self._whole and len(layers) < len(self._layers):
+            raise UserError(
+                f"a recipe with delayed scaling or random draws found {len(layers)} of a model's {len(self._layers)} "
+                "layers in this process: stages of a pipeline cannot share amax histories and counts of draws; leave "
+                "out pipeline parallelism, or use a recipe without them such as fp8_current"
+            )
         histories = [history for layer in layers for history in layer.histories]
         if histories:
             self._reduce([state for history in histories for state in (history.in_effect, history.window)])

@@ -199,6 +199,21 @@ class FrozenWeight(Fp8Weight):
         return quantized
 
     @property
+    def requires_grad(self) -> bool:
+        """False; setting True raises UserError."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        if requires_grad:
+            raise UserError(_NO_GRADIENT)
+
+    def requires_grad_(self, requires_grad: bool = True) -> FrozenWeight:
+        """As the property."""
+        self.requires_grad = requires_grad
+        return self
+
+    @property
     def data(self) -> torch.Tensor:
         """The weight, detached; assigning raises UserError."""
         return self.detach()
@@ -236,6 +251,11 @@ class FrozenWeight(Fp8Weight):
 
 _READ_ONLY = (
     "a frozen weight is held as codes, which nothing can be added to or written into, such as merged adapters: call "
+    "megatron_lowprec.finetuning.dequantize_frozen_weights(model) first"
+)
+
+_NO_GRADIENT = (
+    "a frozen weight was asked for a gradient, but is held as codes, which do not train: call "
     "megatron_lowprec.finetuning.dequantize_frozen_weights(model) first"
 )
 

@@ -25,6 +25,7 @@ from megatron_lowprec.finetuning import FrozenLayer, dequantize_frozen_weights, 
 from megatron_lowprec.kernels.cast_fp8 import reference as cast_fp8
 from megatron_lowprec.linear.backends.hopper_fp8.dense import rule_of
 from megatron_lowprec.linear.backends.protocol import GemmBackend
+from megatron_lowprec.linear.fp8_all_gather import enable_fp8_all_gather
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear, end_step
 from megatron_lowprec.quantization.frozen_weight import Codes, FrozenWeight, stored_specs
 from megatron_lowprec.quantization.quantizer import quantize
@@ -33,6 +34,7 @@ from tests.environment import ROOT
 from tests.linear.conversions import CONVERTIBLE
 from tests.linear.test_blackwell_mx import pretended
 from tests.linear.tiny_models import Conv1D, build, tokens_of
+from tests.linear.wrapping import train
 from tests.weekly import also_weekly
 
 T, IN, OUT = 40, 256, 384
@@ -146,7 +148,10 @@ def test_every_recipe_is_held_or_refused() -> None:
     ends = {"fp8_current_bf16_ends"}  # the GEMMs of fp8_current
     assert set(STORED) | set(_NOT_HELD) | ends == set(CONVERTIBLE)
     for name, gemm in _NOT_HELD.items():
-        with pytest.raises(UserError, match=f"cannot hold its frozen weight as codes: {gemm} takes the weight"):
+        why = f"cannot hold its frozen weight as codes: {gemm} takes the weight"
+        if name == "bf16":
+            why = r"recipe bf16 quantizes no weight: pass storage=QuantSpec\("
+        with pytest.raises(UserError, match=why):
             held(name)
 
 
@@ -278,6 +283,37 @@ def test_models_have_the_losses_of_weights_in_bf16(recipe: str, way: str) -> Non
             dist.destroy_process_group()
 
 
+def test_an_fp8_all_gather_leaves_codes_on_each_rank() -> None:
+    """FSDP2 gathers the trained layer as codes, with the losses of a gather in bf16."""
+
+    def sharded(gathers: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN)).bfloat16()
+        model[0].requires_grad_(False)
+        model = quantize_frozen_weights(convert(model, "fp8_current"))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        if gathers:
+            for given in ("bf16", torch.float16):
+                with pytest.raises(UserError, match=rf"was given param_dtype={given!r}, but recipes compute in"):
+                    enable_fp8_all_gather(model, given)  # type: ignore[arg-type]
+            enable_fp8_all_gather(model)
+            with pytest.raises(UserError, match="was called for this model before: call it once"):
+                enable_fp8_all_gather(model)
+        assert [layer.gathers_fp8 for layer in model] == [False, gathers]
+        return model
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(T, IN, generator=generator).bfloat16() for _ in range(2)]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert train(sharded(True), batches) == train(sharded(False), batches)
+        frozen = nn.Sequential(held("fp8_current"))
+        with pytest.raises(UserError, match="can send no weight as codes under recipe fp8_current: held as codes"):
+            enable_fp8_all_gather(fully_shard(frozen, mesh=init_device_mesh("cpu", (1,))))
+    finally:
+        dist.destroy_process_group()
+
+
 # ---- state dicts, copies and moves
 @pytest.mark.parametrize("name", ["fp8_delayed", "mxfp8", "nvfp4_all"])
 def test_state_dicts_of_codes_and_of_weights_load(name: str, tmp_path: Path) -> None:
@@ -291,6 +327,22 @@ def test_state_dicts_of_codes_and_of_weights_load(name: str, tmp_path: Path) -> 
     save_file(other.state_dict(), tmp_path / "codes.safetensors")
     layer.load_state_dict(load_file(tmp_path / "codes.safetensors"), strict=True)
     assert equal(passes(layer), passes(other))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_weight_of_another_shape_is_reported_as_the_weight(assign: bool) -> None:
+    """As torch reports it: no name or size of codes, and what the layer holds stays."""
+    layer, state = held("mxfp8", "conv1d"), layer_of("mxfp8", "conv1d").state_dict()
+    want = passes(layer)
+    state["weight"] = state["weight"].t()
+    with pytest.raises(RuntimeError) as error:
+        layer.load_state_dict(state, assign=assign)
+    (line,) = str(error.value).splitlines()[1:]
+    assert line.strip() == (
+        f"size mismatch for weight: copying a param with shape torch.Size([{OUT}, {IN}]) from checkpoint, the shape "
+        f"in current model is torch.Size([{IN}, {OUT}])."
+    )
+    assert equal(passes(layer), want)
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])
@@ -361,7 +413,15 @@ def test_state_of_a_recipe_breaks_the_graph(name: str) -> None:
 def test_dequantized_weights_are_parameters(kind: str) -> None:
     layer = held("mxfp8", kind)
     want, kinds = layer.weight.value(), type(layer_of("mxfp8", kind))
-    for write in (lambda: layer.weight.data.add_(1), lambda: layer.weight.add_(1), lambda: _assign(layer)):
+    layer.weight.requires_grad_(False)
+    writes = (
+        lambda: layer.weight.data.add_(1),
+        lambda: layer.weight.add_(1),
+        lambda: setattr(layer.weight, "data", torch.zeros(layer.weight.shape)),
+        lambda: layer.weight.requires_grad_(True),  # would train nothing
+        lambda: setattr(layer.weight, "requires_grad", True),
+    )
+    for write in writes:
         with pytest.raises(UserError, match=r"call megatron_lowprec\.finetuning\.dequantize_frozen_weights\(model\)"):
             write()
     assert torch.equal(layer.weight + 0, want)  # to read
@@ -371,10 +431,6 @@ def test_dequantized_weights_are_parameters(kind: str) -> None:
     assert torch.equal(layer.weight, want)
     assert {name for name, _ in layer.named_parameters()} == {"weight", "bias"}
     assert dict(layer.named_buffers()) == {}
-
-
-def _assign(layer: Any) -> None:
-    layer.weight.data = torch.zeros(layer.weight.shape)
 
 
 def test_what_cannot_be_held() -> None:
@@ -387,8 +443,38 @@ def test_what_cannot_be_held() -> None:
     for spec in (replace(MXFP4, rounding="stochastic"), QuantSpec("e4m3", granularity="tensor", scaling="delayed")):
         with pytest.raises(UserError, match="takes a storage spec with current scales"):
             held("bf16", storage=spec)
-    with pytest.raises(UserError, match="no converted layer with a frozen weight"):
-        quantize_frozen_weights(held("mxfp8"))  # held already
+    with pytest.raises(UserError, match="all codes already: call dequantize_frozen_weights first to change storage"):
+        quantize_frozen_weights(held("mxfp8"), storage=MXFP4)
+    layer = layer_of("mxfp8")
+    for given, why in (
+        ({"model": [layer]}, r"a list as model: give a torch\.nn\.Module"),
+        ({"storage": "mxfp4"}, r"a str as storage: give a QuantSpec, as in QuantSpec\("),
+        ({"dtype": "bf16"}, "dtype='bf16', but recipes compute in bfloat16 or float32"),
+        ({"dtype": torch.float16}, r"dtype=torch\.float16, but recipes compute in bfloat16 or float32"),
+    ):
+        with pytest.raises(UserError, match=why):
+            quantize_frozen_weights(**{"model": layer} | given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_failure_leaves_the_weight(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example out of memory, in either direction: the layer is the converted one, and a second call holds it."""
+    layer, want, of = layer_of("mxfp8"), passes(layer_of("mxfp8")), Codes.of
+    left = [of] * calls
+
+    def fails(matrix: torch.Tensor, spec: QuantSpec) -> Codes:
+        if not left:
+            raise torch.OutOfMemoryError
+        return left.pop()(matrix, spec)
+
+    monkeypatch.setattr(Codes, "of", staticmethod(fails))
+    with pytest.raises(torch.OutOfMemoryError):
+        quantize_frozen_weights(layer)
+    monkeypatch.undo()
+    assert type(layer) is type(layer_of("mxfp8"))
+    assert isinstance(layer.weight, nn.Parameter)
+    assert equal(passes(layer), want)
+    assert equal(passes(quantize_frozen_weights(layer)), want)
 
 
 # ---- the guide

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
+from megatron_lowprec import KeepBf16, convert
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.mx_gemm import reference
 from megatron_lowprec.kernels.mx_gemm.operand import MxOperand, aligned_codes, from_tiles
@@ -18,7 +21,7 @@ from megatron_lowprec.kernels.quantize.reference import encode
 from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule
 from megatron_lowprec.linear.backends import resolved, table
 from megatron_lowprec.linear.backends.blackwell_mx import dense
-from megatron_lowprec.linear.backends.blackwell_mx.dense import operand_of
+from megatron_lowprec.linear.backends.blackwell_mx.operands import operand_of
 from megatron_lowprec.linear.backends.blackwell_mx.proof import Ledger, NativeProofWarning, of_frequencies
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, product_of, why_not
 from megatron_lowprec.linear.backends.emulated import dense as emulated_dense
@@ -26,6 +29,8 @@ from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
 from megatron_lowprec.linear.backends.protocol import BOTH, COLUMNWISE, ROWWISE, GemmBackend
 from megatron_lowprec.linear.backends.table import BACKENDS, choose, choose_without_gpu, emulated_rows
 from megatron_lowprec.linear.backends.target import Target
+from megatron_lowprec.linear.backends.traced import backends_of
+from megatron_lowprec.linear.compiled import traced_gemms
 from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import SIDES, LinearId
@@ -424,7 +429,7 @@ def test_rounding_that_returns_zeros_is_found() -> None:
 
     def faulty(self: EmulatedGemms, *arguments: Any) -> Any:
         made, sums = quantize(self, *arguments)
-        if self.packs and arguments[0] == "grad_output":
+        if self.packs and self.by_kernel and arguments[0] == "grad_output":
             for data in (made.rowwise_data, made.columnwise_data):
                 if data is not None:
                     data.zero_()
@@ -434,6 +439,46 @@ def test_rounding_that_returns_zeros_is_found() -> None:
         with pytest.warns(NativeProofWarning, match="dgrad's grad_output .* entries differ .* all of it is 0"):
             same(passes("nvfp4_all", finite=True), want)
         assert ledger.fault
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "first"), [("mxfp8", 0), ("nvfp4_all", 1)])
+def test_a_compiled_layer_goes_on_by_emulation(name: str, first: int) -> None:
+    """A graph is traced for native operands: casts keep their layout after a fault in step ``first``."""
+
+    def losses(ledger: Ledger | None) -> list[float]:
+        torch.manual_seed(0)
+        recipe = replace(get_recipe(name), keep_bf16=KeepBf16(), rules=())
+        model = convert(nn.Linear(IN, OUT).bfloat16(), recipe)
+        if ledger is not None:
+            model.compile(backend="aot_eager", fullgraph=True)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), list[float]()
+        for step, tokens in enumerate((64, 64, 96)):
+            with ExitStack() as stack:
+                if ledger is not None and step >= first:
+                    stack.enter_context(product(zeros))
+                if ledger is not None and step == first:
+                    ledger.reset()  # else the size is known
+                    stack.enter_context(pytest.warns(NativeProofWarning, match="all of it is 0"))
+                optimizer.zero_grad()
+                loss = model(torch.randn(tokens, IN).bfloat16()).float().square().mean()
+                loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    want = losses(None)
+    caches = traced_gemms, backends_of
+    for cache in caches:
+        cache.cache_clear()
+    torch._dynamo.reset()
+    try:
+        with unproved() as ledger:
+            assert losses(ledger) == want
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+        torch._dynamo.reset()
 
 
 def test_frequencies_of_stochastic_rounding() -> None:

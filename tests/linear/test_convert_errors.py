@@ -38,6 +38,15 @@ def test_arguments_of_other_types() -> None:
                 function(*arguments)  # type: ignore[type-var]
 
 
+def test_dtypes_and_devices_that_torch_does_not_know() -> None:
+    model = nn.Linear(64, 64)
+    with pytest.raises(UserError, match=r"was given a str as dtype: give a torch\.dtype such as torch\.bfloat16"):
+        plan(model, "mxfp8", dtype="bf16")  # type: ignore[arg-type]
+    for device in ("sm100", ["cpu"]):
+        with pytest.raises(UserError, match=r"convert found no device .*: give one of torch's, such as 'cpu'"):
+            plan(model, "mxfp8", device=device)  # type: ignore[arg-type]
+
+
 def test_a_recipe_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("base: mxfp8\nwgrad: null\n")

@@ -94,6 +94,17 @@ def test_blocks_need_not_be_in_a_module_list() -> None:
     assert converted(convert(nn.ModuleDict({"layers": stage}), recipe)) == ["layers.4.up"]
 
 
+def test_peft_s_prefix_is_no_part_of_a_name_outside_of_blocks() -> None:
+    """A rule for a layer's name matches with and without peft; a stand-in for ``PeftModel``."""
+    model = nn.ModuleDict({"up": nn.Linear(64, 64), "down": nn.Linear(64, 64)})
+    wrapped: nn.Module = nn.ModuleDict({"base_model": nn.ModuleDict({"model": model})})
+    wrapped.peft_config = {}  # type: ignore[assignment]
+    recipe = replace(get_recipe("mxfp8"), keep_bf16=KeepBf16(names=("up",)))
+    found, want = plan(wrapped, recipe), plan(model, recipe)
+    assert list(want.converted) == ["down"]
+    assert found.converted == {f"base_model.model.{path}": place for path, place in want.converted.items()}
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(UserError, match=f"its GEMMs are in {str(dtype)[6:]}, and recipes are for bfloat16 and float32"):

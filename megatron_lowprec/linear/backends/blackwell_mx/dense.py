@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
@@ -20,10 +18,10 @@ from megatron_lowprec.kernels.mx_gemm.operand import (
     aligned_codes,
     bytes_of_tiles,
     from_tiles,
-    to_tiles,
 )
 from megatron_lowprec.kernels.quantize.elements import unpacked
 from megatron_lowprec.kernels.quantize.reference import encode
+from megatron_lowprec.linear.backends.blackwell_mx.operands import CODES, decoded, in_tiles, operand_of, with_tiles
 from megatron_lowprec.linear.backends.blackwell_mx.proof import (
     LEDGER,
     Check,
@@ -48,7 +46,11 @@ from megatron_lowprec.recipe.schema import QuantSpec
 _Sides = tuple[tuple[QuantizedTensor, bool], tuple[QuantizedTensor, bool]]
 """Two operands, each with whether its columnwise data are multiplied."""
 
-_CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.uint8}
+
+class _ByReference(EmulatedGemms):
+    """Casts to codes by the quantizer's reference, on a GPU as well."""
+
+    packs, by_kernel = True, False
 
 
 class BlackwellMxGemms(EmulatedGemms):
@@ -65,6 +67,7 @@ class BlackwellMxGemms(EmulatedGemms):
     def __init__(self, context: LayerContext) -> None:
         super().__init__(context)
         self.emulated = EmulatedGemms(context)
+        self._by_reference = _ByReference(context)
         self._gemms = context.recipe.gemms
 
     def quantize(
@@ -75,20 +78,22 @@ class BlackwellMxGemms(EmulatedGemms):
         request: CastRequest,
         amax: KnownAmax | None = None,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-        """As ``GemmBackend``; codes for other backends, and all after a failed proof, are those of the emulated one."""
-        if request.codes or LEDGER.fault:
+        """As ``GemmBackend``; codes for other backends are those of the emulated one.
+
+        The layout is always that of ``empty``, on which compiled graphs rely. After an operand failed its proof, the
+        reference quantizes, but not where ranks share amaxes: each would have to reduce them as often as the others.
+        """
+        if request.codes:
             return self.emulated.quantize(tensor, matrix, rng_step, request, amax)
+        if LEDGER.operand_fault and not self._reduces(tensor):
+            return self._quantized_by_reference(tensor, matrix, rng_step, request), None
         if (square := self._square(tensor, matrix, rng_step, request)) is not None:
             made, sums = square, None
         else:
             made, sums = super().quantize(tensor, matrix, rng_step, request._replace(codes=True), amax)
-        if made.rowwise_data is not None:
-            made.rowwise_data, made.rowwise_scale = _in_tiles(made.spec, *made.rowwise(), made.shape[0])
-        if made.columnwise_data is not None:
-            made.columnwise_data, made.columnwise_scale = _in_tiles(made.spec, *made.columnwise(), made.shape[1])
-        made.scale_layout = "tiles_128x4"
+        made = with_tiles(made)
         if LEDGER.proves(in_memory(matrix).device):
-            return self._proved_operand(tensor, matrix, rng_step, request, amax, made), sums
+            return self._proved_operand(tensor, matrix, rng_step, request, made), sums
         return made, sums
 
     def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor | None:
@@ -105,7 +110,7 @@ class BlackwellMxGemms(EmulatedGemms):
             whole = 1 if transform is None else transform.block
             columns = -(-length // whole) * whole
             width = -(-columns // ALIGNED) * ALIGNED * FORMATS[spec.format].bits // 8
-            codes = matrix.new_empty((rows, width), dtype=torch.uint8).view(_CODES[spec.format])
+            codes = matrix.new_empty((rows, width), dtype=torch.uint8).view(CODES[spec.format])
             tiles = matrix.new_empty((bytes_of_tiles(rows, -(-columns // spec.block[1])),), dtype=torch.uint8)
             above = None if spec.tensor_scale is None else matrix.new_empty((1, 1), dtype=torch.float32)
             of = None if transform is None else transform.spec
@@ -119,30 +124,23 @@ class BlackwellMxGemms(EmulatedGemms):
 
     def primary_weight(self, gemm: str, weight: Fp8Weight) -> Any:
         """As ``GemmBackend``: its codes in the units' layout; None if the weight has none for the GEMM."""
-        if LEDGER.fault:
-            return self.emulated.primary_weight(gemm, weight)
         made: Any = weight.quantized(columnwise=gemm == "dgrad", codes=False, on_grid=True)
         if made is None:
             return None
-        fmt, (rows, columns) = made.format, made.shape
+        fmt = made.format
         if made.rowwise_data is not None:
-            codes = aligned_codes(encode(made.rowwise_data, fmt), fmt.bits)
-            made.rowwise_data, made.rowwise_scale = _in_tiles(made.spec, codes, made.rowwise_scale, rows)
+            made.rowwise_data = aligned_codes(encode(made.rowwise_data, fmt), fmt.bits)
         if made.columnwise_data is not None:
-            codes = aligned_codes(encode(made.columnwise_data, fmt), fmt.bits)
-            made.columnwise_data, made.columnwise_scale = _in_tiles(made.spec, codes, made.columnwise_scale, columns)
-        made.scale_layout = "tiles_128x4"
-        return made
+            made.columnwise_data = aligned_codes(encode(made.columnwise_data, fmt), fmt.bits)
+        return with_tiles(made)
 
     def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As ``GemmBackend``: the codes in the units' layout."""
-        if LEDGER.fault:
-            return self.emulated.from_codes(quantized, columnwise=columnwise)
         assert not columnwise, "blocks of one row have no transpose"
         data, scale = quantized.rowwise()
         fmt = quantized.format
         codes = data.view(torch.uint8) if data.element_size() == 1 else encode(data, fmt)
-        return _in_tiles(quantized.spec, aligned_codes(codes, fmt.bits), scale, quantized.shape[0])
+        return in_tiles(quantized.spec, aligned_codes(codes, fmt.bits), scale, quantized.shape[0])
 
     def fuses_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
         """As ``GemmBackend``: where the MX kernel does, square blocks by ``_square``."""
@@ -169,7 +167,7 @@ class BlackwellMxGemms(EmulatedGemms):
             "overwrite": overwrite,
         }
         sides = (a, name == "wgrad"), (b, name != "fprop")
-        if LEDGER.fault:
+        if LEDGER.fault:  # casts keep their layout
             y = self._emulated(name, sides, options)
         else:
             left, right = (operand_of(*side) for side in sides)
@@ -251,10 +249,9 @@ class BlackwellMxGemms(EmulatedGemms):
         matrix: torch.Tensor | CastPrologue,
         rng_step: RngStep,
         request: CastRequest,
-        amax: KnownAmax | None,
         made: QuantizedTensor,
     ) -> QuantizedTensor:
-        """The operand, if each direction has the bits of the quantizer's reference; else the emulated one.
+        """The operand, if each direction has the bits of the quantizer's reference; else that of the reference.
 
         A kind of operand is checked once a size. Where ranks share the tensor's amax only the frequencies of stochastic
         rounding are, and the operand stays: a second reduction would wait for ranks that do not come here.
@@ -272,10 +269,32 @@ class BlackwellMxGemms(EmulatedGemms):
             if LEDGER.wants(key, source.device):
                 last = source.t() if columnwise else source
                 check = self._check_operand(name, tensor, last, spec, rng_step, operand_of(made, columnwise))
-                holds = LEDGER.record(key, check) and holds
-        if holds or any(self.reduction(name, tensor) is not None for name in SIDES[tensor]):
+                holds = LEDGER.record(key, check, of_operand=True) and holds
+        if holds or self._reduces(tensor):
             return made
-        return self.emulated.quantize(tensor, matrix, rng_step, request._replace(update_amax=False), amax)[0]
+        return self._quantized_by_reference(tensor, matrix, rng_step, request._replace(update_amax=False))
+
+    def _reduces(self, tensor: str) -> bool:
+        return any(self.reduction(name, tensor) is not None for name in SIDES[tensor])
+
+    def _quantized_by_reference(
+        self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep, request: CastRequest
+    ) -> QuantizedTensor:
+        """As ``quantize``, one direction after the other."""
+        made: QuantizedTensor | None = None
+        if request.rowwise:
+            rowwise = request._replace(columnwise=False, codes=True)
+            made = self._by_reference.quantize(tensor, matrix, rng_step, rowwise)[0]
+        if request.columnwise:
+            updates = request.update_amax and made is None
+            columnwise = request._replace(rowwise=False, codes=True, update_amax=updates)
+            one = self._by_reference.quantize(tensor, matrix, rng_step, columnwise)[0]
+            if made is not None:
+                one.rowwise_data, one.rowwise_scale = made.rowwise()
+                one.rowwise_tensor_scale, one.rowwise_transform = made.rowwise_tensor_scale, made.rowwise_transform
+            made = one
+        assert made is not None
+        return with_tiles(made)
 
     def _check_operand(
         self, name: str, tensor: str, last: torch.Tensor, spec: QuantSpec, rng_step: RngStep, operand: MxOperand
@@ -293,7 +312,7 @@ class BlackwellMxGemms(EmulatedGemms):
 
     def _emulated(self, name: str, sides: _Sides, options: dict[str, Any]) -> torch.Tensor:
         """The emulated product of operands of either backend."""
-        a, b = (_decoded(*side) for side in sides)
+        a, b = (decoded(*side) for side in sides)
         rest = {option: value for option, value in options.items() if option not in ("alpha", "out_dtype")}
         return self.emulated.gemm(name, a, b, options["out_dtype"], **rest)
 
@@ -315,21 +334,6 @@ def _as_square(spec: QuantSpec) -> bool:
     return square and spec.source == "original" and spec.scaling == "current"
 
 
-def _decoded(quantized: QuantizedTensor, columnwise: bool) -> QuantizedTensor:
-    """One direction as the emulated backend holds it."""
-    data = quantized.columnwise_data if columnwise else quantized.rowwise_data
-    assert data is not None
-    if data.dtype not in _CODES.values():
-        return quantized
-    found = replace(quantized, folded=True, scale_layout="plain", rowwise_scale=None, columnwise_scale=None)
-    values = reference.values(operand_of(quantized, columnwise)).to(torch.bfloat16)  # of all models that come here
-    if columnwise:
-        found.columnwise_data = values
-    else:
-        found.rowwise_data = values
-    return found
-
-
 def _magnitudes(operand: MxOperand) -> MxOperand:
     signs = 0x77 if operand.format == "e2m1" else 0x7F
     return operand._replace(codes=operand.codes & signs)
@@ -346,41 +350,3 @@ def _in_steps(operand: MxOperand, spec: QuantSpec, exact: torch.Tensor) -> tuple
     exponent = torch.frexp(scaled.clamp(max=fmt.max)).exponent - 1
     step = torch.exp2((exponent.clamp(min=fmt.min_exponent) - fmt.mantissa_bits).float())
     return exact, torch.where(scaled <= fmt.max / 1.5, step * scale, 0.0)
-
-
-def operand_of(quantized: QuantizedTensor, columnwise: bool) -> MxOperand:
-    """One direction of a tensor quantized by ``BlackwellMxGemms``.
-
-    K has the zeros of the transform, and those of the layout only in an operator of a compiled graph, which gets data
-    without the tensor's shape and dtype.
-    """
-    data, scale = quantized.columnwise() if columnwise else quantized.rowwise()
-    above = quantized.columnwise_tensor_scale if columnwise else quantized.rowwise_tensor_scale
-    spec = quantized.spec
-    assert spec is not None
-    assert spec.block is not None
-    assert scale is not None
-    if quantized.dtype == data.dtype:
-        columns = data.shape[1] * 8 // FORMATS[spec.format].bits
-    else:
-        transform = quantized.columnwise_transform if columnwise else quantized.rowwise_transform
-        length, whole = quantized.shape[0 if columnwise else 1], 1 if transform is None else transform.block
-        columns = -(-length // whole) * whole
-    return MxOperand(data.view(torch.uint8), scale, spec.format, spec.block[1], columns, above)
-
-
-def _in_tiles(
-    spec: QuantSpec | None, codes: torch.Tensor, scale: torch.Tensor | None, rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [rows, bytes] in torch's dtype, padded with zeros, and their scales in tiles, one for each row.
-
-    Args:
-        scale: of each row, or of each block of rows.
-    """
-    assert spec is not None
-    assert spec.block is not None
-    assert scale is not None
-    missing = -codes.shape[1] % (ALIGNED * FORMATS[spec.format].bits // 8)
-    codes = pad(codes, (0, missing)) if missing else codes
-    block_rows = 1 if scale.shape[0] == rows else spec.block[0]
-    return codes.view(_CODES[spec.format]), to_tiles(scale, block_rows, rows)

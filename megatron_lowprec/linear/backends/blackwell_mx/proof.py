@@ -51,6 +51,7 @@ class Ledger:
         required: a fault ends the run, instead of emulation from there on.
         checks: by what was compared.
         fault: the first fault; "" without one.
+        operand_fault: whether an operand was wrong.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class Ledger:
 
     def reset(self) -> None:
         """Forget all checks, so that they are made again."""
-        self.fault, self.checks = "", dict[Key, Check]()
+        self.fault, self.operand_fault, self.checks = "", False, dict[Key, Check]()
 
     def wants(self, key: Key, device: torch.device) -> bool:
         """Whether a product or operand is to be checked; False if it was, under graph capture, or without a GPU."""
@@ -70,13 +71,14 @@ class Ledger:
         """Whether products on a device are to be checked now."""
         return device.type == "cuda" and not capturing()
 
-    def record(self, key: Key, check: Check) -> bool:
-        """Keep a check; returns whether it passed.
+    def record(self, key: Key, check: Check, *, of_operand: bool = False) -> bool:
+        """Keep a check of a product, or of an operand; returns whether it passed.
 
         Raises:
             UserError: it did not, and native products are required.
         """
         self.checks[key] = check
+        self.operand_fault |= of_operand and bool(check.fault)
         if check.fault and not self.fault:
             self.fault = f"{check.what}: {check.fault}"
             if self.required:

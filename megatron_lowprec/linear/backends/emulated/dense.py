@@ -51,9 +51,10 @@ class EmulatedGemms(GemmBackend):
         alpha: factor of each GEMM's fp32 sum.
         products: GEMMs that ``emulate_accumulator`` sums otherwise.
         packs: requested codes are bytes as kernels write them, in both directions, for a backend that multiplies them.
+        by_kernel: casts run on the fused kernel where it has the rule.
     """
 
-    packs = False
+    packs, by_kernel = False, True
 
     one_cast = frozenset({"grad_output"})  # a second direction of x or w would occupy memory until the backward pass
 
@@ -106,7 +107,7 @@ class EmulatedGemms(GemmBackend):
         other = SIDES[tensor][1] if rowwise and columnwise else None
         by_column = None if other is None else self.transform(other, rng_step)
         rule = mx_rule(spec, _transform_spec(transform, by_column))
-        if fuses_mx(operand, rule, _transform_block(transform, by_column), codes):
+        if self.by_kernel and fuses_mx(operand, rule, _transform_block(transform, by_column), codes):
             ways = {name: transform} if other is None else {name: transform, other: by_column}
             arguments = self._cast_arguments(tensor, operand, rule, ways, rng_step)
             cast: MxCast = load("quantize").quantize_mx(**arguments, codes=codes, out_dtype=matrix.dtype)
@@ -170,7 +171,7 @@ class EmulatedGemms(GemmBackend):
         matrix, spec = in_memory(matrix), self.specs["fprop", tensor]
         assert spec is not None
         rule = mx_rule(spec)
-        fuses = rule is not None and rule.target is not None and fuses_mx(matrix, rule)
+        fuses = self.by_kernel and rule is not None and rule.target is not None and fuses_mx(matrix, rule)
         if fuses and spec.headroom == 1.0 and self.transform("fprop", rng_step) is None:
             arguments = self._cast_arguments(tensor, matrix, rule, {"fprop": None}, rng_step)
             cast: MxCast = load("quantize").quantize_mx(**arguments, whole=True, out_dtype=torch.float32)

@@ -19,6 +19,7 @@ M = TypeVar("M", bound=nn.Module)
 _SIDES = ("rowwise", "columnwise")
 _FIELDS = tuple(f"weight_{side}_{field}" for side in _SIDES for field in Codes._fields)
 _AMAX = "weight_amax"
+_SPEC = "weight_spec"  # in state dicts: what the codes are, as text
 
 logger = logging.getLogger("megatron_lowprec")
 
@@ -79,11 +80,12 @@ def dequantize_frozen_weights(model: M) -> M:
 
 
 class _Parameter(NamedTuple):
-    """The parameter that codes replace: [O, I], or [I, O] if ``transposed``."""
+    """The parameter that codes replace: [O, I], or [I, O] if ``transposed``; ``dtype`` is that of its GEMMs."""
 
     shape_OI: tuple[int, int]  # noqa: N815 - a shape suffix
     dtype: torch.dtype
     transposed: bool
+    original: torch.dtype
 
 
 class FrozenLayer(LowPrecLayer):
@@ -92,6 +94,7 @@ class FrozenLayer(LowPrecLayer):
     Compiled, it is one operator; ``torch.compile`` breaks the graph if its recipe has random draws or delayed scales.
     """
 
+    holds_codes = True
     _specs: StoredSpecs
     _replaced: _Parameter
     _weight: FrozenWeight | None
@@ -102,10 +105,11 @@ class FrozenLayer(LowPrecLayer):
     def weight(self) -> FrozenWeight:  # type: ignore[override]
         """The weight, to read; in the layout of the replaced parameter."""
         weight = self._weight
-        if weight is None:
-            by_row, by_column = (self._codes(side) for side in _SIDES)
-            assert by_row is not None
-            shape_OI, dtype, transposed = self._replaced
+        by_row, by_column = (self._codes(side) for side in _SIDES)
+        assert by_row is not None
+        # buffers may be replaced (torch.func.functional_call, assignment) or moved in place (fully_shard)
+        if weight is None or not weight.holds(by_row, by_column):
+            shape_OI, dtype, transposed, _ = self._replaced
             amax = self._buffers.get(_AMAX)
             weight = FrozenWeight(self._specs, by_row, by_column, shape_OI, dtype, amax, transposed)
             self._keep(weight)
@@ -120,7 +124,7 @@ class FrozenLayer(LowPrecLayer):
 
     def release(self) -> None:
         """Make the weight a frozen parameter again, with the value of the codes."""
-        value = nn.Parameter(self.weight.value().contiguous(), requires_grad=False)
+        value = nn.Parameter(self.weight.value().to(self._replaced.original).contiguous(), requires_grad=False)
         for name in [name for name in self._buffers if name.startswith("weight_")]:
             del self._buffers[name]
         self.__class__ = combined(*parts_of(type(self))[1:])
@@ -135,7 +139,7 @@ class FrozenLayer(LowPrecLayer):
         if recipe.random or gemms.histories or wrapped:
             return None
         fields = tuple(name in self._names for name in _FIELDS)
-        shape_OI, dtype, _ = self._replaced
+        shape_OI, dtype, *_ = self._replaced
         return operator_key(FrozenOperands(recipe, self._specs, shape_OI, dtype, fields))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -153,6 +157,7 @@ class FrozenLayer(LowPrecLayer):
         bias: torch.Tensor | None = self.bias
         if torch.is_autocast_enabled(kind):
             x, bias = x.to(own), None if bias is None else bias.to(own)
+        self.check_dtypes(x, own)
         tensors = [getattr(self, name) for name in self._names]
         y = frozen_linear(x.reshape(-1, x.shape[-1]), tensors, bias, self._key)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -166,8 +171,18 @@ class FrozenLayer(LowPrecLayer):
         return f"{super().extra_repr()}, weight={self.weight!r}"
 
     # ---- state dict, copies and moves
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}{_SPEC}"] = torch.tensor(list(_text(self._specs).encode()), dtype=torch.uint8)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         weight, shape, errors = state_dict.pop(f"{prefix}weight", None), self.weight.shape, args[-1]
+        text, own = state_dict.pop(f"{prefix}{_SPEC}", None), _text(self._specs)
+        if weight is None and text is not None and (found := bytes(text.tolist()).decode()) != own:
+            raise UserError(
+                f"{prefix}weight holds codes of {own}, but the state dict has codes of {found}: load it into a model "
+                "under that recipe or storage, or load an unquantized weight"
+            )
         if weight is not None and weight.shape == shape:
             stored = _stored(weight, self._replaced, self._specs)
             state_dict.update({prefix + name: value for name, value in stored.items()})
@@ -176,8 +191,8 @@ class FrozenLayer(LowPrecLayer):
                 f"size mismatch for {prefix}weight: copying a param with shape {weight.shape} from checkpoint, the "
                 f"shape in current model is {shape}."
             )
-            own = {name: value for name, value in self._buffers.items() if name.startswith("weight_")}
-            state_dict.update({prefix + name: value for name, value in own.items()})  # none is missing
+            held = {name: value for name, value in self._buffers.items() if name.startswith("weight_")}
+            state_dict.update({prefix + name: value for name, value in held.items()})  # none is missing
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._keep(None)
 
@@ -193,8 +208,12 @@ class FrozenLayer(LowPrecLayer):
         buffers: dict[str, Any] = self._buffers
         scales = [name for name in buffers if name.startswith("weight_") and buffers[name].dtype == torch.float32]
         self._keep(None)
-        empty = torch.empty(0, dtype=self._replaced.dtype, device=buffers["weight_rowwise_data"].device)
-        self._replaced = self._replaced._replace(dtype=fn(empty).dtype)
+        device = buffers["weight_rowwise_data"].device
+        dtype, original = (
+            fn(torch.empty(0, dtype=each, device=device)).dtype
+            for each in (self._replaced.dtype, self._replaced.original)
+        )
+        self._replaced = self._replaced._replace(dtype=dtype, original=original)
         buffers.update({name: buffers[name].view(torch.int32) for name in scales})
         super()._apply(fn, recurse)
         buffers.update({name: buffers[name].view(torch.float32) for name in scales})
@@ -207,7 +226,7 @@ def _hold(layer: LowPrecLayer, specs: StoredSpecs, dtype: torch.dtype) -> None:
     """Replace the parameter ``weight`` of a layer by buffers with its codes."""
     weight, transposed = layer.weight, isinstance(layer, LowPrecConv1D)
     out_features, in_features = weight.shape[::-1] if transposed else weight.shape
-    replaced = _Parameter((out_features, in_features), dtype, transposed)
+    replaced = _Parameter((out_features, in_features), dtype, transposed, weight.dtype)
     stored, kind = _stored(weight, replaced, specs), combined(FrozenLayer, type(layer))
     # from here on nothing raises: a layer has its parameter or its codes
     layer.__class__ = kind
@@ -229,6 +248,17 @@ def _stored(weight: torch.Tensor, replaced: _Parameter, specs: StoredSpecs) -> d
         fields = {} if spec is None else Codes.of(matrix, spec)._asdict()
         found |= {f"weight_{side}_{name}": value for name, value in fields.items() if value is not None}
     return found
+
+
+def _text(specs: StoredSpecs) -> str:
+    """What codes and scales are, by which others cannot be decoded."""
+    sides = [spec for spec in (specs.rowwise, specs.columnwise) if spec is not None]
+    return "; ".join(
+        f"{spec.format} by {spec.granularity}, scales {spec.scale_format}"
+        + ("" if spec.tensor_scale is None else " below those of the tensor")
+        + ("" if spec.outer_block is None else f" in blocks of {spec.outer_block[0]}x{spec.outer_block[1]}")
+        for spec in sides
+    )
 
 
 def _check_arguments(model: object, storage: object, dtype: object) -> None:

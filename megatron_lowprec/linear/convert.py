@@ -224,6 +224,8 @@ def plan(
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     """``model.state_dict()`` with the keys of the unconverted model, which loads this and not the state of recipes."""
+    if any(getattr(module, "holds_codes", False) for module in model.modules()):
+        raise UserError("plain_state_dict found codes in place of weights: call dequantize_frozen_weights(model) first")
     added = added_keys(model)
     return {key: value for key, value in model.state_dict().items() if key not in added}
 

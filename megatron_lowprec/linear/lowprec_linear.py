@@ -18,6 +18,7 @@ from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import once_differentiable, refuse
 from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
 from megatron_lowprec.linear.sharding.tensor_parallel import forward_on_mesh
+from megatron_lowprec.quantization.frozen_weight import FrozenWeight
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.coverage import LinearSite, check_no_phases, check_site
 from megatron_lowprec.recipe.layer_match import Layer
@@ -29,6 +30,9 @@ def _without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
     """Autocast would round the fp32 operands of emulated GEMMs."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+_SAVED = len(SavedForBackward._fields) - 1  # tensors; the layout is apart
 
 
 def _title(linear_gemms: LinearGemms) -> str:
@@ -45,13 +49,15 @@ class _LinearFunction(torch.autograd.Function):
         with _without_autocast(x):
             y, saved = linear_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=ctx.needs_input_grad[1])
         saved = saved if ctx.needs_input_grad[1] else saved.without_input()
-        ctx.save_for_backward(*saved.tensors())
+        # codes may change between both passes: autograd then refuses, as for any saved tensor
+        codes = weight.stored() if isinstance(weight, FrozenWeight) else ()
+        ctx.save_for_backward(*saved.tensors(), *codes)
         ctx.linear_gemms, ctx.rng_step, ctx.update_amax, ctx.layout = linear_gemms, rng_step, update_amax, saved.layout
         return y
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        saved, linear_gemms = SavedForBackward(*ctx.saved_tensors, layout=ctx.layout), ctx.linear_gemms
+        saved, linear_gemms = SavedForBackward(*ctx.saved_tensors[:_SAVED], layout=ctx.layout), ctx.linear_gemms
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         with _without_autocast(dy):
             gemms = backward_gemms(needs_x, needs_w)
@@ -69,9 +75,10 @@ class LowPrecLayer(StatefulLayer):
     Attributes:
         recipe: the model's recipe, also of a layer that it keeps in the compute dtype.
         gathers_fp8: set by ``enable_fp8_all_gather``.
+        holds_codes: whether codes stand for the weight, as ``quantize_frozen_weights`` makes them.
     """
 
-    gathers_fp8 = _opaque = False
+    gathers_fp8 = holds_codes = _opaque = False
 
     bias: nn.Parameter | None
 
@@ -146,10 +153,7 @@ class LowPrecLayer(StatefulLayer):
             dtype = torch.get_autocast_dtype(kind)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         if x.dtype != weight.dtype:
-            raise UserError(
-                f"a layer with a weight of {weight.dtype} got an input of {x.dtype}: convert one of them, "
-                f"or use torch.autocast"
-            )
+            self.check_dtypes(x, weight.dtype)
         if torch._C._are_functorch_transforms_active():  # a compiled jvp would be 0
             refuse(_title(self.linear_gemms), "torch.func")
         flat = x.reshape(-1, x.shape[-1])
@@ -163,6 +167,14 @@ class LowPrecLayer(StatefulLayer):
             grad = torch.is_grad_enabled()
             y = _traced(flat, weight, bias, self._recipe_key, self._identity, grad, self.training and grad)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def check_dtypes(self, x: torch.Tensor, dtype: torch.dtype) -> None:
+        """Raise UserError if an input has another dtype than the weight."""
+        if x.dtype != dtype:
+            raise UserError(
+                f"{self.linear_gemms.linear_id.name} with a weight of {dtype} got an input of {x.dtype}: convert one "
+                "of them, or use torch.autocast"
+            )
 
     def begin_pass(self, own_node: bool = False) -> LinearGemms:
         """As ``StatefulLayer``."""

@@ -149,6 +149,15 @@ class FrozenWeight(Fp8Weight):
             self.main_amax = amax
         return self
 
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        """The tensors with codes and scales; of other memory than this wrapper's, so autograd counts their versions."""
+        return tuple(each for codes in (self.by_row, self.by_column or ()) for each in codes if each is not None)
+
+    def holds(self, by_row: Codes, by_column: Codes | None) -> bool:
+        """Whether these are its tensors, where they were when it was made."""
+        pairs = zip((*self.by_row, *(self.by_column or ())), (*by_row, *(by_column or ())), strict=True)
+        return all(own is given for own, given in pairs) and self.device == by_row.data.device
+
     @property
     def shape_OI(self) -> torch.Size:  # noqa: N802 - a shape suffix
         """Output and input features."""

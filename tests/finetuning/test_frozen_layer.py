@@ -25,6 +25,7 @@ from megatron_lowprec.finetuning import FrozenLayer, dequantize_frozen_weights, 
 from megatron_lowprec.kernels.cast_fp8 import reference as cast_fp8
 from megatron_lowprec.linear.backends.hopper_fp8.dense import rule_of
 from megatron_lowprec.linear.backends.protocol import GemmBackend
+from megatron_lowprec.linear.convert import plain_state_dict
 from megatron_lowprec.linear.fp8_all_gather import enable_fp8_all_gather
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear, end_step
 from megatron_lowprec.quantization.frozen_weight import Codes, FrozenWeight, stored_specs
@@ -486,3 +487,38 @@ def test_the_guide_has_the_bytes_of_every_recipe() -> None:
     assert found == {name: f"{stored_bytes(name, 4096, 4096) / 4096**2:.3f}" for name in STORED}
     refused = page.split("**Refused:**")[1].splitlines()[0]
     assert set(re.findall(r"`(\w+)`", refused)) - {"storage"} == set(_NOT_HELD)
+
+
+def test_codes_of_another_format_are_refused() -> None:
+    """They have the same names and sizes."""
+    state = held("mxfp8").state_dict()
+    held("mxfp8").load_state_dict(state)
+    with pytest.raises(UserError, match=r"holds codes of e5m2 by 1x32.*has codes of e4m3 by 1x32"):
+        held("mxfp8_e5m2_weight").load_state_dict(state)
+
+
+def test_replaced_buffers_are_read() -> None:
+    layer, x = held("fp8_current"), torch.randn(8, IN).bfloat16()
+    y = layer(x)
+    zeros = {name: torch.zeros_like(buffer) for name, buffer in layer.named_buffers()}
+    with torch.no_grad():
+        assert torch.equal(torch.func.functional_call(layer, zeros, x), layer.bias.expand(8, -1))
+        assert torch.equal(layer(x), y)
+        layer.weight_rowwise_scale = 2 * layer.weight_rowwise_scale
+        assert not torch.equal(layer(x), y)
+
+
+def test_codes_that_change_before_the_backward_pass_are_refused() -> None:
+    layer, x = held("fp8_current"), torch.randn(8, IN).bfloat16().requires_grad_()
+    y = layer(x)
+    layer.weight_rowwise_data.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_released_weight_has_its_former_dtype() -> None:
+    layer = convert(nn.Sequential(nn.Linear(IN, OUT)), "fp8_current", dtype=torch.bfloat16).requires_grad_(False)
+    quantize_frozen_weights(layer, dtype=torch.bfloat16)
+    with pytest.raises(UserError, match=r"dequantize_frozen_weights\(model\) first"):
+        plain_state_dict(layer)
+    assert dequantize_frozen_weights(layer)[0].weight.dtype == torch.float32

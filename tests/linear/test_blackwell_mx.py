@@ -422,6 +422,28 @@ def test_a_refused_product_is_a_fault() -> None:
     assert json.loads(json.dumps(ledger.as_json(), allow_nan=False))["fault"].endswith("calling cublasLtMatmul")
 
 
+def test_a_full_memory_says_nothing_about_a_product() -> None:
+    def fills(*_: MxOperand, **__: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with unproved() as ledger, product(fills), pytest.raises(torch.OutOfMemoryError):
+        passes("mxfp8", finite=True)
+    assert not ledger.fault
+
+
+def test_operands_and_products_of_other_specs_are_checked() -> None:
+    """Headroom multiplies operands and sums, and chooses another product."""
+    recipe = load("mxfp8")
+    fprop = replace(recipe.fprop, input=replace(recipe.fprop.input, headroom=0.75))  # type: ignore[type-var]
+    with unproved() as ledger:
+        passes("mxfp8", finite=True)
+        before = set(ledger.checks)
+        with patch(f"{__name__}.load", lambda _: replace(recipe, fprop=fprop)):
+            passes("mxfp8", finite=True)
+    assert {key[:2] for key in ledger.checks.keys() - before} >= {("fprop", "input")}
+    assert sum(key[0] == "fprop" for key in ledger.checks.keys() - before) == 2
+
+
 def test_rounding_that_returns_zeros_is_found() -> None:
     """As a stochastic rounding on consumer Blackwell once did: codes are 0, and products of them are right."""
     want = passes("nvfp4_all", finite=True)

@@ -176,7 +176,8 @@ class BlackwellMxGemms(EmulatedGemms):
             sizes = left.codes.shape[0], right.codes.shape[0], left.columns
             tokens = 2 if name == "wgrad" else 0
             sized = (size.bit_length() if at == tokens else size for at, size in enumerate(sizes))
-            key = (name, *sized, left.format, right.format, left.block, accumulate_into is None, overwrite)
+            # the specs tell which product runs, and what is multiplied to its sum
+            key = (name, *sized, self._gemms[name], self.alpha[name], out_dtype, accumulate_into is None, overwrite)
             if LEDGER.wants(key, left.codes.device):
                 y = self._proved(name, key, sides, (left, right), product, options)
             else:
@@ -203,6 +204,8 @@ class BlackwellMxGemms(EmulatedGemms):
         )
         try:
             got = product(left, right, **options | {"accumulate_into": spoilt})
+        except torch.OutOfMemoryError:
+            raise  # says nothing about the product
         except Exception as error:  # noqa: BLE001 - of torch, cuBLAS or Triton, whose errors have no common class
             got, check = want, refused(what, error)
         else:
@@ -264,7 +267,8 @@ class BlackwellMxGemms(EmulatedGemms):
             if not wanted or spec is None or spec.source != "original":
                 continue
             sizes = (size.bit_length() for size in source.shape)
-            key = (name, tensor, *sizes, spec.format, spec.granularity, spec.scale_rule, spec.rounding)
+            transform = self.transform(name, rng_step)
+            key = (name, tensor, *sizes, spec, None if transform is None else transform.spec)
             # an operand that is quantized again follows from numbers that are not here
             if LEDGER.wants(key, source.device):
                 last = source.t() if columnwise else source

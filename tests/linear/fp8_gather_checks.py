@@ -106,7 +106,9 @@ def squares_share_directions_but_for_sums() -> None:
     """Codes of square blocks are sent once, unless a choice sums errors, whose order is that of the direction."""
     for recipe, sent in (("nvfp4_all", ("fprop",)), ("nvfp4_four_over_six", ("fprop", "dgrad"))):
         weight: Any = sharded_mlp(recipe, False, torch.bfloat16)[0]
-        assert CodedShard("0", weight, torch.bfloat16).directions == (sent, sent)
+        shard = CodedShard("0", weight, torch.bfloat16)
+        assert shard.directions == (sent, sent)
+        assert shard.bytes == len(sent) * (OUT // 2 * IN // 2 + OUT // 2 * IN // 256)
 
 
 def delayed_inputs_of_a_current_weight() -> None:

@@ -66,14 +66,15 @@ def frozen_linear(
 
 
 @lru_cache(maxsize=256)
-def _gemms(key: int) -> LinearGemms:
+def _gemms(key: int, device: torch.device) -> LinearGemms:
+    # the backward passes of several devices run at once, each with the backends of its own
     return LinearGemms(_known[key].recipe, LinearId(0, "compiled"), 0, AmaxHistory)
 
 
 @torch.library.custom_op("megatron_lowprec::frozen_linear", mutates_args=())
 def _linear(x: torch.Tensor, tensors: list[torch.Tensor], bias: torch.Tensor | None, key: int) -> torch.Tensor:
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
-        return _gemms(key).forward(x, _known[key].weight(tensors), _NO_DRAWS, bias_O=bias)[0]
+        return _gemms(key, x.device).forward(x, _known[key].weight(tensors), _NO_DRAWS, bias_O=bias)[0]
 
 
 @torch.library.custom_op("megatron_lowprec::frozen_linear_backward", mutates_args=())
@@ -81,7 +82,7 @@ def _linear_backward(
     dy: torch.Tensor, tensors: list[torch.Tensor], key: int, input_grad: bool, bias_grad: bool
 ) -> list[torch.Tensor]:
     """dx and db; an empty tensor for each that is not needed."""
-    linear_gemms, weight = _gemms(key), _known[key].weight(tensors)
+    linear_gemms, weight = _gemms(key, dy.device), _known[key].weight(tensors)
     with torch.cuda.device_of(dy), torch.autocast(dy.device.type, enabled=False):
         linear_gemms.backends.resolve(weight)
         grad = linear_gemms.grad_output(dy, _NO_DRAWS, bias=bias_grad, gemms=("dgrad",) if input_grad else ())

@@ -97,15 +97,16 @@ def opaque_linear(x_TI: torch.Tensor, w_OI: torch.Tensor, bias_O: torch.Tensor |
 
 
 @lru_cache(maxsize=256)
-def _gemms(key: int, shape: torch.Size) -> LinearGemms:
-    # native support depends on the sizes; without draws the layer's identity has no effect
+def _gemms(key: int, device: torch.device, shape: torch.Size) -> LinearGemms:
+    # native support depends on the sizes; without draws the layer's identity has no effect. The backward passes of
+    # several devices run at once, each with the backends of its own
     return LinearGemms(recipe_of(key), LinearId(0, "compiled"), 0, AmaxHistory)
 
 
 @torch.library.custom_op("megatron_lowprec::linear", mutates_args=())
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, key: int) -> torch.Tensor:
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
-        return _gemms(key, weight.shape).forward(x, weight, _NO_DRAWS, bias_O=bias)[0]
+        return _gemms(key, x.device, weight.shape).forward(x, weight, _NO_DRAWS, bias_O=bias)[0]
 
 
 @torch.library.custom_op("megatron_lowprec::linear_backward", mutates_args=())
@@ -119,7 +120,7 @@ def _linear_backward(
     bias_grad: bool,
 ) -> list[torch.Tensor]:
     """dx, dw and db; an empty tensor for each that is not needed."""
-    linear_gemms, none = _gemms(key, weight.shape), dy.new_empty(0)
+    linear_gemms, none = _gemms(key, dy.device, weight.shape), dy.new_empty(0)
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
         linear_gemms.backends.resolve(weight)
         gemms = backward_gemms(input_grad, weight_grad)

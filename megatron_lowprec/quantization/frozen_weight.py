@@ -60,7 +60,7 @@ def stored_specs(recipe: LinearRecipe) -> StoredSpecs:
     assert columnwise is not None
     if columnwise.source == "fprop":
         return StoredSpecs(rowwise, quantizes=frozenset({"dgrad"}))
-    return StoredSpecs(rowwise, None if rowwise == columnwise and _shares_directions(rowwise) else columnwise)
+    return StoredSpecs(rowwise, None if rowwise == columnwise and rowwise.shares_directions else columnwise)
 
 
 def _why_not_stored(gemm: GemmSpec) -> str | None:
@@ -69,13 +69,6 @@ def _why_not_stored(gemm: GemmSpec) -> str | None:
     if gemm.hadamard is not None:
         return "behind a Hadamard transform"
     return "rounded by draws" if gemm.weight.random else None
-
-
-def _shares_directions(spec: QuantSpec) -> bool:
-    """Whether the transpose has the same codes and scales: of the tensor or of squares, by no order of sums."""
-    square = all(block[0] == block[1] for block in (spec.block, spec.outer_block) if block is not None)
-    whole = spec.granularity == "tensor" or spec.block is not None
-    return whole and square and spec.scale.four_over_six in (None, "abs_max")
 
 
 class Codes(NamedTuple):

@@ -332,6 +332,13 @@ class QuantSpec:
         return self.power_of_two_scale or self.scale.format in CODED_SCALE_FORMATS
 
     @property
+    def shares_directions(self) -> bool:
+        """Whether the transpose has the same codes and scales: of the tensor or of squares, by no order of sums."""
+        square = all(block[0] == block[1] for block in (self.block, self.outer_block) if block is not None)
+        whole = self.granularity == "tensor" or self.block is not None
+        return whole and square and self.scale.four_over_six in (None, "abs_max")
+
+    @property
     def has_tensor_amax(self) -> bool:
         """Whether a scale follows from the amax of the whole tensor."""
         return self.scale.granularity == "tensor" or (self.tensor_scale is not None and self.outer_block is None)

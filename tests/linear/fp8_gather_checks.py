@@ -102,6 +102,15 @@ def codes_on_the_wire(recipe: str, dtype: torch.dtype | None) -> None:
         assert of_codes == [both * BYTES[recipe]] * 8
 
 
+def squares_share_directions_but_for_sums() -> None:
+    """Codes of square blocks are sent once, unless a choice sums errors, whose order is that of the direction."""
+    for recipe, sent in (("nvfp4_all", ("fprop",)), ("nvfp4_four_over_six", ("fprop", "dgrad"))):
+        weight: Any = sharded_mlp(recipe, False, torch.bfloat16)[0]
+        shard = CodedShard("0", weight, torch.bfloat16)
+        assert shard.directions == (sent, sent)
+        assert shard.bytes == len(sent) * (OUT // 2 * IN // 2 + OUT // 2 * IN // 256)
+
+
 def delayed_inputs_of_a_current_weight() -> None:
     """The first step compares the weight with that of other passes by its norm, which codes do not have."""
     changed = (
@@ -266,6 +275,7 @@ for recipe in ("fp8_delayed", "mxfp8"):
     check_in(CHECKS, weights_survive_a_checkpoint, recipe)
 check_in(CHECKS, accumulation_frozen_weights_and_evaluation, "mxfp8")
 for function in (
+    squares_share_directions_but_for_sums,
     delayed_inputs_of_a_current_weight,
     rows_that_ranks_cannot_halve,
     one_direction_a_pass,

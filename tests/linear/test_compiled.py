@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lowprec import KeepBf16, LowPrecLinear, UserError, convert, get_recipe
 from megatron_lowprec.kernels.cast_fp8 import reference as cast_reference
+from megatron_lowprec.linear import lowprec_linear
 from megatron_lowprec.linear.backends import resolved
 from megatron_lowprec.linear.backends.hopper_fp8 import dense
 from megatron_lowprec.linear.backends.protocol import CastRequest
@@ -157,6 +159,8 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Resolve native backends on the CPU: casts by their reference, products by torch's scaled GEMM."""
     monkeypatch.setattr(resolved, "arch_of", lambda _: "sm90")
     monkeypatch.setattr(dense, "load", lambda _: cast_reference)
+    # other tests of this process would find the native GEMMs of their layers
+    monkeypatch.setattr(lowprec_linear, "traced_gemms", lru_cache(lowprec_linear.traced_gemms.__wrapped__))
 
 
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed"])

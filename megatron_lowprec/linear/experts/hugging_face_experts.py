@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.functional import pad
 
 from megatron_lowprec.linear.experts.bias_of_tokens import bias_of_tokens
 from megatron_lowprec.linear.experts.expert_linear import ExpertLinear
+from megatron_lowprec.linear.layer_state import combined
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.recipe import Recipe
@@ -76,8 +76,7 @@ class ExpertWeight:
     def converted(self) -> ExpertLinear:
         """The layer of this parameter, of its module as ``LowPrecExperts``, which starts in bf16."""
         if not isinstance(self.owner, LowPrecExperts):
-            kind: Any = type(self.owner)
-            self.owner.__class__ = _lowprec(kind)
+            self.owner.__class__ = combined(LowPrecExperts, type(self.owner))
             for name in _projections(self.owner):
                 linear = ExpertLinear(self.owner, name, self.owner.is_transposed)
                 linear.bind(_BF16, Layer(1, name, None), LinearId(1, name))
@@ -106,12 +105,11 @@ def _gemms_of(parameter: str) -> str:
 
 
 class LowPrecExperts(nn.Module):
-    """Experts whose linear layers follow a recipe: first base of a class that ``convert`` derives from the module's.
+    """Experts whose linear layers follow a recipe, ``combined`` with the module's class.
 
     Parameters stay in the module. Each has an ``ExpertLinear`` beside it.
     """
 
-    experts_class: type
     num_experts: int
     has_gate: bool
     has_bias: bool
@@ -155,9 +153,6 @@ class LowPrecExperts(nn.Module):
         return [module for module in self.children() if isinstance(module, ExpertLinear)]
 
     # ---- copies and moves
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _empty, (self.experts_class,), self.__getstate__()
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for linear in self._expert_linears():
@@ -168,15 +163,3 @@ class LowPrecExperts(nn.Module):
         for linear in self._expert_linears():  # whose weights have moved after them
             linear.histories.to(linear.weight.device)
         return self
-
-
-@cache
-def _lowprec(kind: type) -> type:
-    """Subclass of an experts' class; that of a pickle is found by the class."""
-    members = {"__module__": kind.__module__, "experts_class": kind}
-    return type(f"LowPrec{kind.__name__}", (LowPrecExperts, kind), members)
-
-
-def _empty(kind: Any) -> Any:
-    derived: Any = _lowprec(kind)
-    return derived.__new__(derived)

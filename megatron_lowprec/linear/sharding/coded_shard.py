@@ -35,9 +35,9 @@ _NO_DRAWS = RngStep(0, 0)
 class CodedShard(WeightShard):
     """Codes and scales as a backend's cast gives them, for fprop and dgrad.
 
-    Square blocks serve both, and so do codes of fprop whose values dgrad quantizes again. Else both directions are
-    sent, or, where that is no less than the weight itself, the direction of the pass: then FSDP2 must gather before
-    each.
+    Codes that the transpose shares serve both, and so do codes of fprop whose values dgrad quantizes again. Else both
+    directions are sent, or, where that is no less than the weight itself, the direction of the pass: then FSDP2 must
+    gather before each.
 
     Attributes:
         directions: the GEMMs whose codes are sent, in a forward pass and in a backward pass.
@@ -51,7 +51,7 @@ class CodedShard(WeightShard):
         recipe = layer.linear_gemms.recipe
         self._specs: dict[str, QuantSpec] = {gemm: _weight_spec(recipe, gemm) for gemm in SIDES["weight"]}
         by_row, by_column = (self._specs[gemm] for gemm in SIDES["weight"])
-        self._shared = by_row == by_column and by_row.block is not None and by_row.block[0] == by_row.block[1]
+        self._shared = by_row == by_column and by_row.shares_directions
         self.requantizes = _requantizes(recipe.dgrad)
         self._amaxes = dict[str, torch.Tensor]()
         splits = zip("O" + self.split, self._groups, strict=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, has_block_scales
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import why_not as why_not_blackwell_mx
 from megatron_lowprec.linear.backends.emulated.why_not import why_not as why_not_emulated
-from megatron_lowprec.linear.backends.hopper_fp8.why_not import WITH_FP8
+from megatron_lowprec.linear.backends.hopper_fp8.why_not import WITH_FP8, has_fp32_scales
 from megatron_lowprec.linear.backends.hopper_fp8.why_not import why_not as why_not_hopper_fp8
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.schema import GemmSpec, LinearRecipe
@@ -50,6 +50,7 @@ BACKENDS = (
         "grouped.GroupedHopperFp8Gemms",
         multiplies_codes=True,
         archs=WITH_FP8,
+        concerns=has_fp32_scales,
     ),
     Backend(
         "blackwell_mx",

@@ -70,13 +70,14 @@ _LATER = "sm9999"
 
 _NO_SPEED = ", the format's numerics and not its speed"
 
-_UNVERIFIED = ", unverified hardware, proved at start"
-
 FALLBACK = BACKENDS[-1].name
 
 ARCHS = tuple(dict.fromkeys(arch for row in BACKENDS for arch in row.archs))
 """GPUs with a native backend."""
 
+
+DEVICES = ("cpu", "sm80", *ARCHS)
+"""Devices that --device knows: Ampere has no low-precision units that a backend uses."""
 
 UNVERIFIED = frozenset(row.name for row in BACKENDS if not row.verified)
 """Native backends whose products the project has run on no GPU."""
@@ -113,10 +114,15 @@ class Choice(NamedTuple):
         device = f" on {arch}" if arch else ""
         return f"{self.backend}{device}" + (f" ({self.why})" if self.passed_over else "")
 
+    @property
+    def verification(self) -> str:
+        """What a line about a backend adds if the project has run it on no GPU; else ""."""
+        return ", unverified hardware, proved at start" if self.backend in UNVERIFIED else ""
+
     def header(self, gemms: Sequence[str], arch: str) -> str:
         """Header line about GEMMs, or layers' GEMMs, on this backend."""
-        about = _UNVERIFIED if self.backend in UNVERIFIED else "" if self.multiplies_codes else _NO_SPEED
-        return f"{', '.join(gemms)}: {self.describe(arch)}{about}"
+        speed = "" if self.multiplies_codes else _NO_SPEED
+        return f"{', '.join(gemms)}: {self.describe(arch)}{self.verification}{speed}"
 
 
 def choose(name: str, gemm: GemmSpec, target: Target, emulate: Emulate = False) -> Choice:

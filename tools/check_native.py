@@ -35,7 +35,7 @@ from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.text_tables import Column, named, render
 from tools.bench.machine import header, header_lines
-from tools.bench.shapes import MODELS, LinearShape
+from tools.bench.shapes import LinearShape, models
 
 RECIPES = ("mxfp8", "mxfp8_e5m2_grad", "mxfp8_2d", "mxfp4_rht_sr", "nvfp4_all", "quartet2")
 _COLUMNS = (
@@ -86,7 +86,7 @@ def all_checks(options: argparse.Namespace, device: torch.device) -> list[dict[s
             f"{arch_of(device)} has no block-scaled products to check, only {', '.join(WITH_BLOCK_SCALES)} do; "
             "--rehearse checks the same sources on bf16 values"
         )
-    shapes = [shape for name in options.shapes.split(",") for shape in MODELS[name].linears]
+    shapes = [shape for model in models(options.shapes.split(",")) for shape in model.linears]
     with rehearsed() if options.rehearse else nullcontext():
         try:
             return [

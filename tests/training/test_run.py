@@ -507,7 +507,7 @@ def test_list_and_explain_start_nothing(drive: Drive, capsys: pytest.CaptureFixt
     drive(["--explain-recipe", "--recipe", "mxfp4_rht_sr"])
     assert "linear_qkv" in capsys.readouterr().out
     drive(["--explain-recipe", "--recipe", "nvfp4_all", "--bf16", "--device", "sm100"])
-    assert "fprop  blackwell_mx, unverified hardware, proved at start" in capsys.readouterr().out
+    assert "fprop  blackwell_mx, unverified hardware, checked at start" in capsys.readouterr().out
     for device, starts in (("sm90", False), ("sm100", True)):
         drive(["--explain-recipe", "--recipe", "mxfp8", "--bf16", "--device", device, "--native", "require"])
         refused = f"--native require: a run would not start on {device}, GEMMs are emulated"

@@ -27,7 +27,7 @@ class Backend(NamedTuple):
         multiplies_codes: native: operands are codes, one byte a value, for the device's low-precision units. Others
             have a format's numerics and not its speed.
         archs: GPUs that ``why_not`` may accept, oldest first.
-        verified: whether the project has run its products on a GPU; else they are proved at start, and --native off
+        verified: whether the project has run its products on a GPU; else they are checked at start, and --native off
             leaves them out.
         concerns: whether a GEMM has operands of the backend's kind; reasons against others are left out.
     """
@@ -117,7 +117,7 @@ class Choice(NamedTuple):
     @property
     def verification(self) -> str:
         """What a line about a backend adds if the project has run it on no GPU; else ""."""
-        return ", unverified hardware, proved at start" if self.backend in UNVERIFIED else ""
+        return ", unverified hardware, checked at start" if self.backend in UNVERIFIED else ""
 
     def header(self, gemms: Sequence[str], arch: str) -> str:
         """Header line about GEMMs, or layers' GEMMs, on this backend."""

@@ -2,7 +2,7 @@
 
 ``scripts/check_native.sh`` runs it. For the linear layers of each model and each recipe, every operand is compared with
 the quantizer's reference, stochastic rounding with the frequencies of its fractions, and every product with the
-emulated one, by the proof that runs make at their start. Training steps follow, beside bf16 and TransformerEngine where
+emulated one, by the check that runs make at their start. Training steps follow, beside bf16 and TransformerEngine where
 that is installed. The exit code is 1 if a check failed.
 """
 
@@ -35,7 +35,7 @@ from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.text_tables import Column, named, render
 from tools.bench.machine import header, header_lines
-from tools.bench.shapes import MODELS, LinearShape
+from tools.bench.shapes import LinearShape, models
 
 RECIPES = ("mxfp8", "mxfp8_e5m2_grad", "mxfp8_2d", "mxfp4_rht_sr", "nvfp4_all", "quartet2")
 _COLUMNS = (
@@ -47,7 +47,7 @@ _COLUMNS = (
 
 
 def layer_checks(recipe: str, shape: LinearShape, tokens: int, device: torch.device) -> dict[str, Any]:
-    """The proof of one layer's operands and products: forward and backward pass, with and without accumulation."""
+    """The check of one layer's operands and products: forward and backward pass, with and without accumulation."""
     LEDGER.reset()
     gemms = LinearGemms(get_recipe(recipe), LinearId(1, shape.name), 0, AmaxHistory)
     generator = torch.Generator().manual_seed(0)
@@ -69,7 +69,7 @@ def layer_checks(recipe: str, shape: LinearShape, tokens: int, device: torch.dev
 
 @contextmanager
 def rehearsed() -> Iterator[None]:
-    """GEMMs resolve as on compute capability 10.0, and are proved, on any device."""
+    """GEMMs resolve as on compute capability 10.0, and are checked, on any device."""
     rows = tuple(row for row in table.BACKENDS if row.name != "hopper_fp8")
     with (
         patch.object(table, "BACKENDS", rows),
@@ -86,7 +86,7 @@ def all_checks(options: argparse.Namespace, device: torch.device) -> list[dict[s
             f"{arch_of(device)} has no block-scaled products to check, only {', '.join(WITH_BLOCK_SCALES)} do; "
             "--rehearse checks the same sources on bf16 values"
         )
-    shapes = [shape for name in options.shapes.split(",") for shape in MODELS[name].linears]
+    shapes = [shape for model in models(options.shapes.split(",")) for shape in model.linears]
     with rehearsed() if options.rehearse else nullcontext():
         try:
             return [

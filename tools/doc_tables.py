@@ -269,7 +269,7 @@ def _runs(name: str, gemm: GemmSpec, arch: str) -> tuple[str, str]:
     backend = choose(name, gemm, Target(arch, _WIDE, _WIDE))
     reasons = (reason.removesuffix(f" on {arch}") for _, reason in backend.passed_over)
     if backend.backend in UNVERIFIED:
-        return "proved at start", ""
+        return "checked at start", ""
     return ("native", "") if backend.multiplies_codes else ("emulated", "; ".join(reasons))
 
 

@@ -54,7 +54,7 @@ def lines() -> Iterator[str]:
     yield from plain_table(heads, [[name, *(runs(get_recipe(name), arch) for arch in archs)] for name in recipes()])
     yield ""
     yield "native: the quantized GEMMs run on low-precision units. emulated: the same numerics, slower than bf16."
-    yield "native*: on hardware that the project has not run; proved at the start of a run, else emulated."
+    yield "native*: on hardware that the project has not run; checked at the start of a run, emulated where that fails."
     yield "sm89 Ada, sm90 Hopper, sm100 to sm120 Blackwell; sizes of layers decide too: megatron-lowprec recipes NAME"
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from megatron_lowprec.linear.backends.table import UNVERIFIED, Choice, Emulate, choose, choose_without_gpu
+from megatron_lowprec.linear.backends.table import Choice, Emulate, choose, choose_without_gpu
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.coverage import LinearSite, TensorRanks, ranks_of
 from megatron_lowprec.recipe.layer_match import Progress, numbering_notes
@@ -71,8 +71,7 @@ def describe_gemm(name: str, gemm: GemmSpec, backend: Choice, emulate_accumulato
     scaled = f", accumulator x {alpha:.6g}" if alpha != 1.0 else ""
     fast = gemm.fast_accumulation and (backend.multiplies_codes or emulate_accumulator)
     accumulation = "fast" if fast else "fp32"
-    proved = ", unverified hardware, proved at start" if backend.backend in UNVERIFIED else ""
-    runs = f"{backend.describe()}{proved}, contracts {_CONTRACTED[name]}"
+    runs = f"{backend.describe()}{backend.verification}, contracts {_CONTRACTED[name]}"
     lines = [f"{name}  {runs}, {transform}, {accumulation} accumulation{scaled}"]
     return lines + [f"         {operand:<11} {describe_operand(getattr(gemm, operand))}" for operand in (first, second)]
 
@@ -168,6 +167,7 @@ def explain(
     dtype: str = "bfloat16",
     emulate: Emulate = False,
     train_iters: int | None = None,
+    requires_native: bool = False,
 ) -> str:
     """Text for every linear layer: its three GEMMs, and each operand's format, scales, rounding and transform.
 
@@ -185,6 +185,7 @@ def explain(
         dtype: of the model's weights.
         emulate: native backends to leave out (--emulate, --native off).
         train_iters: steps of the run, if known.
+        requires_native: a run would not start with an emulated GEMM (--native require).
 
     Raises:
         UserError: as ``Recipe.check_phases``.
@@ -200,6 +201,7 @@ def explain(
     used = recipe.in_bf16(rerun_in_bf16)
     by_name = sorted(sites, key=lambda site: [s.name for s in sites].index(site.name))
     recipe.check_phases(train_iters)
+    starts = True
     titles = [(0, ""), *((number, f"from {when}:") for number, when in phase_starts(recipe, train_iters))]
     for title, now in ((title, used.stages[number]) for number, title in titles):
         # lines of the GEMMs -> name and sizes of a layer -> its numbers
@@ -210,6 +212,7 @@ def explain(
             if linear.quantized:
                 for name, gemm in linear.gemms.items():
                     backend = backend_of(name, gemm, site)
+                    starts = starts and (backend.multiplies_codes or not gemm.quantized)
                     gemms += ["  " + line for line in describe_gemm(name, gemm, backend, emulate_accumulator)]
             heading = site.name, site.in_features, site.out_features
             layers_of.setdefault(tuple(gemms), {}).setdefault(heading, []).append(site.layer_number)
@@ -220,5 +223,7 @@ def explain(
             lines += gemms_of
     lines += ["", *numbering_notes(recipe.globs, [site.path for site in sites])]
     lines += describe_training_state(recipe)
+    if requires_native and not starts:
+        lines.append(f"--native require: a run would not start on {arch}, GEMMs are emulated")
     lines += ["never quantized: embeddings, norms, softmax, attention products, router, output layer"]
     return "\n".join(line for i, line in enumerate(lines) if line or i > 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.backends.table import emulated_rows
+from megatron_lowprec.linear.backends.table import DEVICES, emulated_rows
 from megatron_lowprec.recipe.coverage import (
     check_activations,
     check_gemm_globs,
@@ -96,7 +95,9 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
         _print_once(ranks, *notes, _explanation(config, recipe))
         return
     if config.memory_plan:
-        gpu = memory_report.this_gpu(ranks.local_rank)
+        from megatron_lowprec.kernels.dispatch import arch_here
+
+        gpu = memory_report.this_gpu(ranks.local_rank) if config.device in (None, arch_here()) else None
         _print_once(ranks, *notes, *memory_report.planned(config, recipe, ranks.world_size, gpu))
         return
     _train(config, given, notes, recipe, ranks)
@@ -110,8 +111,10 @@ def _check_device(config: Config) -> None:
             f"--device {config.device} was asked of a run, which takes the GPUs of its machine: leave it out, or add "
             "--explain-recipe or --memory-plan"
         )
-    if not re.fullmatch(r"cpu|sm[0-9]{2,3}", config.device):
-        raise UserError(f"--device {config.device} is no compute capability: give one such as sm90 or sm100, or cpu")
+    if config.device not in DEVICES:
+        raise UserError(f"--device {config.device} is not known: give one of {', '.join(DEVICES)}")
+    if config.memory_plan and config.device == "cpu":
+        raise UserError("--device cpu was asked of --memory-plan, which counts a GPU's memory: give a GPU such as sm90")
 
 
 def _recipe(config: Config, given: frozenset[str]) -> tuple[Config, Recipe, list[str]]:
@@ -158,6 +161,7 @@ def _explanation(config: Config, recipe: Recipe) -> str:
         dtype="bfloat16" if config.bf16 else "float32",
         emulate=emulated_rows(config.emulate, config.native),
         train_iters=config.train_iters,
+        requires_native=config.native == "require",
     )
 
 

@@ -107,7 +107,7 @@ def test_each_permuted_tile_and_swapped_nibble_changes_the_product(kind: tuple[s
                 assert not torch.equal(product(a._replace(codes=swapped), b), right)
 
 
-@pytest.mark.parametrize("kind", sorted(native.KINDS))
+@pytest.mark.parametrize("kind", [("e2m1", 16), ("e4m3", 32)])
 def test_torch_takes_the_operands(kind: tuple[str, int]) -> None:
     """torch's own checks of sizes, dtypes, recipes and layouts, on its device without data."""
     fmt, block = kind

@@ -45,11 +45,9 @@ def test_rows_that_are_passed_over_are_named_with_their_reasons(monkeypatch: pyt
     gemm, target = get_recipe("mxfp8").fprop, Target("sm90", 256, 256)
     assert choose("fprop", gemm, target) == ("loud", False, ())
     found = choose("dgrad", get_recipe("mxfp8").dgrad, target)
-    assert found.describe("sm90") == "emulated on sm90 (loud: no dgrad; hopper_fp8: no MX GEMM on sm90)"
+    assert found.describe("sm90") == "emulated on sm90 (loud: no dgrad)"
     assert choose("fprop", gemm, target, emulate=True).describe() == "loud (asked)"
-    assert choose_without_gpu("wgrad", get_recipe("mxfp8").wgrad, target).why == (
-        "on GPUs as well: loud: no wgrad; hopper_fp8: no MX GEMM on sm90"
-    )
+    assert choose_without_gpu("wgrad", get_recipe("mxfp8").wgrad, target).why == ("on GPUs as well: loud: no wgrad")
 
 
 def test_a_reason_fits_one_plain_operand_and_two() -> None:

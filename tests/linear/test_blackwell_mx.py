@@ -274,13 +274,11 @@ def test_native_off_leaves_the_backend_out() -> None:
     """Verified backends stay; the header says which products were never run here."""
     mxfp8, fp8 = get_recipe("mxfp8").fprop, get_recipe("fp8_current").fprop
     wide, off = Target("sm100", IN, OUT), emulated_rows(False, "off")
-    assert choose("fprop", mxfp8, wide, off).describe() == (
-        "emulated (hopper_fp8: no MX GEMM on sm100; blackwell_mx: --native off)"
-    )
+    assert choose("fprop", mxfp8, wide, off).describe() == ("emulated (blackwell_mx: --native off)")
     assert choose("fprop", fp8, wide, off).backend == "hopper_fp8"
     assert choose("fprop", mxfp8, wide, emulated_rows(True, "auto")).why == "asked"
     assert choose("fprop", mxfp8, wide, emulated_rows(False, "require")).header(["fprop"], "sm100") == (
-        "fprop: blackwell_mx on sm100 (hopper_fp8: no MX GEMM on sm100), unverified hardware, proved at start"
+        "fprop: blackwell_mx on sm100, unverified hardware, checked at start"
     )
 
 
@@ -299,12 +297,12 @@ def test_products_by_device(name: str, gemm: str, on_10: str, on_12: str) -> Non
     assert [product_of(gemm, spec, arch) for arch in ("sm100", "sm103", "sm120")] == [on_10, on_10, on_12]
 
 
-# ---- proof at start
+# ---- check at start
 
 
 @contextmanager
 def unproved(required: bool = False) -> Iterator[Ledger]:
-    """A pretended GPU whose products are to be proved, with a ledger of its own."""
+    """A pretended GPU whose products are to be checked, with a ledger of its own."""
     ledger = Ledger()
     ledger.required = required
     with (
@@ -356,7 +354,7 @@ def test_right_products_are_proved_once_a_size(name: str) -> None:
     gemms = on_blackwell(load(name))
     assert len(checks) == 3 * len(gemms) + ("wgrad" in gemms)
     assert all(check.error <= 1.0 and not check.fault for check in checks.values())
-    assert ledger.summary().startswith(f"native products proved at start: {len(checks)} checks, the worst at ")
+    assert ledger.summary().startswith(f"native products checked at start: {len(checks)} comparisons, the worst at ")
     assert json.loads(json.dumps(ledger.as_json())) == ledger.as_json()
 
 
@@ -402,13 +400,13 @@ def test_wrong_products_are_emulated_or_end_the_run(wrong: Callable[..., torch.T
     """A fault of the hardware is found by the first product, whose result and all later ones are the emulated ones."""
     want = passes(name, finite=True)
     with unproved() as ledger, product(wrong):
-        with pytest.warns(NativeProofWarning, match="NATIVE PRODUCTS FAILED THEIR PROOF, .* out of its bound"):
+        with pytest.warns(NativeProofWarning, match="NATIVE PRODUCTS FAILED THEIR CHECK, .* out of its bound"):
             got = passes(name, finite=True)
         assert len([check for check in ledger.checks.values() if check.fault]) == 1
-        assert ledger.summary().startswith("native products FAILED their proof, and GEMMs are emulated: ")
+        assert ledger.summary().startswith("native products FAILED their check, and GEMMs are emulated: ")
         assert ("all of it is 0" in ledger.fault) == (wrong is zeros)
     same(got, want)
-    with unproved(required=True), product(wrong), pytest.raises(UserError, match="native products failed their proof"):
+    with unproved(required=True), product(wrong), pytest.raises(UserError, match="native products failed their check"):
         passes(name, finite=True)
 
 
@@ -520,7 +518,7 @@ def test_frequencies_of_stochastic_rounding() -> None:
 def test_products_on_this_gpu_are_within_their_bound(name: str) -> None:
     """The rehearsal: the same sources on any GPU. Before Blackwell, dot_scaled multiplies bf16 values.
 
-    Operands have the reference's bits, and products lie within the proof's bound of the emulated ones.
+    Operands have the reference's bits, and products lie within the check's bound of the emulated ones.
     """
     real = resolved.arch_of(torch.device("cuda"))
     ledger = Ledger()

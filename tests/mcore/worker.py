@@ -461,7 +461,7 @@ def header_names_what_is_kept() -> None:
     assert "loss by torch and Megatron-core" in lines
     _, runtime = block_of(replace(get_recipe("mxfp4"), name="x"), config_of())
     assert any(line.startswith("dgrad, wgrad: emulated") for line in runtime.header())
-    backend = "emulated on cpu (hopper_fp8: no GEMM of e2m1 on cpu)"
+    backend = "emulated on cpu (blackwell_mx: no MXFP4 GEMM on cpu)"
     assert runtime.gemms() == {"fprop": "not quantized", "dgrad": backend, "wgrad": backend}
 
 

@@ -334,7 +334,7 @@ def test_runs_of_the_driver_are_read_whole(
     record = json.loads(Path("mxfp4_rht_sr-1/run.json").read_text())
     assert f"{record['parameters'] / 1000:.3g}K parameters" in said
     text = Path("out/report.html").read_text(encoding="utf-8")
-    assert "fprop not quantized; dgrad, wgrad emulated on cpu (hopper_fp8: no GEMM of e2m1 on cpu)" in text
+    assert "fprop not quantized; dgrad, wgrad emulated on cpu (blackwell_mx: no MXFP4 GEMM on cpu)" in text
     assert record["versions"]["torch"] in text
     assert "unknown parameters" not in said
 

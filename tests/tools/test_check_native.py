@@ -50,6 +50,11 @@ def test_other_gpus_have_nothing_to_check(tmp_path: Path, capsys: pytest.Capture
     assert "cpu has no block-scaled products to check, only sm100, sm103, sm120 do" in capsys.readouterr().err
 
 
+def test_unknown_models_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_native.main([*SMALL, "mxfp8", "--shapes", "smoke,foo", "--out", str(tmp_path)]) == 2
+    assert "--shapes foo: not in the table, which has " in capsys.readouterr().err
+
+
 def test_the_script_runs_the_tool() -> None:
     script = (ROOT / "scripts/check_native.sh").read_text()
     assert script.endswith('exec python -W ignore -m tools.check_native "$@"\n')

@@ -507,11 +507,19 @@ def test_list_and_explain_start_nothing(drive: Drive, capsys: pytest.CaptureFixt
     drive(["--explain-recipe", "--recipe", "mxfp4_rht_sr"])
     assert "linear_qkv" in capsys.readouterr().out
     drive(["--explain-recipe", "--recipe", "nvfp4_all", "--bf16", "--device", "sm100"])
-    assert (
-        "fprop  blackwell_mx (hopper_fp8: no GEMM of e2m1 on sm100), unverified hardware, proved at start"
-        in capsys.readouterr().out
-    )
-    for flags, said in (([], "add --explain-recipe or --memory-plan"), (["--explain-recipe"], "is no compute capab")):
+    assert "fprop  blackwell_mx, unverified hardware, checked at start" in capsys.readouterr().out
+    for device, starts in (("sm90", False), ("sm100", True)):
+        drive(["--explain-recipe", "--recipe", "mxfp8", "--bf16", "--device", device, "--native", "require"])
+        refused = f"--native require: a run would not start on {device}, GEMMs are emulated"
+        assert (refused not in capsys.readouterr().out.splitlines()) == starts
+    drive(argv(memory_plan=True, bf16=True, recipe="mxfp8", device="sm100"))
+    assert capsys.readouterr().out.startswith("memory plan of one of 1 sm100 GPUs; recipe mxfp8, ")
+    for flags, said in (
+        ([], "add --explain-recipe or --memory-plan"),
+        (["--explain-recipe"], "is not known: give one of cpu, sm80, "),
+    ):
         with pytest.raises(UserError, match=said):
-            drive(["--recipe", "mxfp8", "--device", "b200", *flags])
+            drive(["--recipe", "mxfp8", "--device", "sm999", *flags])
+    with pytest.raises(UserError, match="--device cpu was asked of --memory-plan"):
+        drive(["--recipe", "mxfp8", "--device", "cpu", "--memory-plan"])
     assert not Path("runs").exists()

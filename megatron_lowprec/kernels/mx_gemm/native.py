@@ -1,4 +1,7 @@
-"""Block-scaled GEMMs by torch's scaled product, on GPUs of compute capability 10: MXFP8 of E4M3, and NVFP4."""
+"""Block-scaled GEMMs by torch's scaled product, on GPUs of compute capability 10: MXFP8 of E4M3, and NVFP4.
+
+MXFP4 needs a library that torch's wheels may lack.
+"""
 
 from typing import Any
 
@@ -10,8 +13,6 @@ from megatron_lowprec.kernels.mx_gemm.operand import MxOperand
 _TENSOR, _BLOCKS, _TILES, _PLAIN = 0, {16: 2, 32: 3}, 1, 0
 _CODES = {"e4m3": torch.float8_e4m3fn, "e2m1": torch.float4_e2m1fn_x2}
 _SCALES = {16: torch.float8_e4m3fn, 32: torch.float8_e8m0fnu}
-KINDS = frozenset({("e4m3", 32), ("e2m1", 16)})
-"""(format, block) of both operands that torch multiplies; MXFP4 needs a library that its wheels may lack."""
 
 
 def mx_gemm(

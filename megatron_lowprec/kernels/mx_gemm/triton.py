@@ -28,8 +28,6 @@ class Tile(NamedTuple):
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 TILE = Tile(128, 128, 128, 8, 3)
-BLOCK_SCALED = ("sm100", "sm103", "sm120")
-"""GPUs for which the instructions of ``TILE`` are tested."""
 
 
 @triton.jit

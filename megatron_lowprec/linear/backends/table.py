@@ -10,7 +10,7 @@ from typing import NamedTuple
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, has_block_scales
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import why_not as why_not_blackwell_mx
 from megatron_lowprec.linear.backends.emulated.why_not import why_not as why_not_emulated
-from megatron_lowprec.linear.backends.hopper_fp8.why_not import WITH_FP8
+from megatron_lowprec.linear.backends.hopper_fp8.why_not import WITH_FP8, has_fp32_scales
 from megatron_lowprec.linear.backends.hopper_fp8.why_not import why_not as why_not_hopper_fp8
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.schema import GemmSpec, LinearRecipe
@@ -27,7 +27,7 @@ class Backend(NamedTuple):
         multiplies_codes: native: operands are codes, one byte a value, for the device's low-precision units. Others
             have a format's numerics and not its speed.
         archs: GPUs that ``why_not`` may accept, oldest first.
-        verified: whether the project has run its products on a GPU; else they are proved at start, and --native off
+        verified: whether the project has run its products on a GPU; else they are checked at start, and --native off
             leaves them out.
         concerns: whether a GEMM has operands of the backend's kind; reasons against others are left out.
     """
@@ -50,6 +50,7 @@ BACKENDS = (
         "grouped.GroupedHopperFp8Gemms",
         multiplies_codes=True,
         archs=WITH_FP8,
+        concerns=has_fp32_scales,
     ),
     Backend(
         "blackwell_mx",
@@ -69,13 +70,14 @@ _LATER = "sm9999"
 
 _NO_SPEED = ", the format's numerics and not its speed"
 
-_UNVERIFIED = ", unverified hardware, proved at start"
-
 FALLBACK = BACKENDS[-1].name
 
 ARCHS = tuple(dict.fromkeys(arch for row in BACKENDS for arch in row.archs))
 """GPUs with a native backend."""
 
+
+DEVICES = ("cpu", "sm80", *ARCHS)
+"""Devices that --device knows: Ampere has no low-precision units that a backend uses."""
 
 UNVERIFIED = frozenset(row.name for row in BACKENDS if not row.verified)
 """Native backends whose products the project has run on no GPU."""
@@ -112,10 +114,15 @@ class Choice(NamedTuple):
         device = f" on {arch}" if arch else ""
         return f"{self.backend}{device}" + (f" ({self.why})" if self.passed_over else "")
 
+    @property
+    def verification(self) -> str:
+        """What a line about a backend adds if the project has run it on no GPU; else ""."""
+        return ", unverified hardware, checked at start" if self.backend in UNVERIFIED else ""
+
     def header(self, gemms: Sequence[str], arch: str) -> str:
         """Header line about GEMMs, or layers' GEMMs, on this backend."""
-        about = _UNVERIFIED if self.backend in UNVERIFIED else "" if self.multiplies_codes else _NO_SPEED
-        return f"{', '.join(gemms)}: {self.describe(arch)}{about}"
+        speed = "" if self.multiplies_codes else _NO_SPEED
+        return f"{', '.join(gemms)}: {self.describe(arch)}{self.verification}{speed}"
 
 
 def choose(name: str, gemm: GemmSpec, target: Target, emulate: Emulate = False) -> Choice:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.quantize.reference import block_amax
 from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.linear_id import SIDES
@@ -22,6 +21,7 @@ from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
 from megatron_lowprec.quantization.token_rows import stored_codes
 from megatron_lowprec.recipe.coverage import primary_weight_spec
+from megatron_lowprec.recipe.fp8_dispatch import code_bytes
 from megatron_lowprec.recipe.schema import GemmSpec, LinearRecipe, QuantSpec
 from megatron_lowprec.scaling import granularity_of
 
@@ -147,8 +147,7 @@ class CodedShard(WeightShard):
     def _bytes(self, gemm: str) -> int:
         (rows, columns), scales = self._shapes(gemm)
         spec = self._specs[gemm]
-        width = columns // 2 if FORMATS[spec.format].bits == 4 else columns
-        return rows * width + math.prod(scales) * (4 if spec.scale_format == "fp32" else 1)
+        return rows * code_bytes(spec, columns) + math.prod(scales) * (4 if spec.scale_format == "fp32" else 1)
 
     def _joined(self, gemm: str) -> QuantizedTensor:
         """Rowwise codes of a GEMM's operand, joined of the shards'."""
@@ -156,7 +155,7 @@ class CodedShard(WeightShard):
         spec, dim = self._specs[gemm], 0 if gemm == "fprop" else 1
         first = sum(self._bytes(other) for other in self._sent[: self._sent.index(gemm)])
         ranks = self._gathered.view(self.group.size(), self.bytes)[:, first : first + self._bytes(gemm)]
-        width = columns // 2 if FORMATS[spec.format].bits == 4 else columns
+        width = code_bytes(spec, columns)
         data = stored_codes(_join(ranks[:, : rows * width].reshape(-1, rows, width), dim), spec, self.dtype)
         scale = ranks[:, rows * width :].clone(memory_format=torch.contiguous_format)  # at an address that fp32 has
         scale = (scale.view(torch.float32) if spec.scale_format == "fp32" else scale).view(-1, *scales)

@@ -37,7 +37,8 @@ class RecipeOptions:
     explain_recipe: bool = arg(False, "print what every GEMM of every linear layer of this model runs in, and stop")
     device: str | None = arg(
         None,
-        "a compute capability such as sm100, for which --explain-recipe and --memory-plan answer",
+        "a GPU's compute capability such as sm100, for which --explain-recipe and --memory-plan answer, "
+        "or cpu for the former",
     )
     fp8_param_gather: bool = arg(
         False,

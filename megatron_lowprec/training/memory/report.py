@@ -88,8 +88,9 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
     where = f", the fullest of {found.stages} pipeline stages: {found.stage}" if found.stages > 1 else ""
     at = f"phase {found.phase} of {found.phases}" if found.phase else f"before phase 1 of {found.phases}"
     when = f", {at}, where it is largest" if found.phases else ""
+    of = f"{config.device} " if config.device else ""
     lines = [
-        f"memory plan of one of {found.gpus} GPUs{where}; recipe {recipe.name}{when}, "
+        f"memory plan of one of {found.gpus} {of}GPUs{where}; recipe {recipe.name}{when}, "
         f"microbatches of {require(config.micro_batch_size)} x {require(config.seq_length)} tokens",
         f"parallelism: {describe_layout(layout_of(config, found.gpus))}",
     ]

@@ -1,4 +1,4 @@
-"""--native: the proof of products on GPUs that the project has not run, in the log and in run.json."""
+"""--native: the check of products on GPUs that the project has not run, in the log and in run.json."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from megatron_lowprec.training.distributed.rank_sync import on_any_rank
 
 
 def prepare(native: str, backends: Mapping[Choice, Sequence[str]]) -> None:
-    """Set what a failed proof does.
+    """Set what a failed check does.
 
     Args:
         native: the option.
@@ -36,7 +36,7 @@ def prepare(native: str, backends: Mapping[Choice, Sequence[str]]) -> None:
 
 
 class NativeProof:
-    """Says the result of the proof after the first iteration of a launch, which is when sizes are proved.
+    """Says the result of the check after the first iteration of a launch, which is when sizes are checked.
 
     Args:
         record: takes the checks, as JSON, and the backends that are emulated since.
@@ -63,4 +63,4 @@ class NativeProof:
             self._say(LEDGER.summary())
             self._record(LEDGER.as_json(), UNVERIFIED if LEDGER.fault or elsewhere else ())
         if elsewhere:
-            self._say("native products FAILED their proof on another rank, which emulates: see its warning")
+            self._say("native products FAILED their check on another rank, which emulates: see its warning")

@@ -64,8 +64,8 @@ class RunRecord:
         if self._writes:
             gemms = self._facts["gemms"].items()
             emulated = {gemm: how for gemm, how in gemms if how.split(" ")[0] in fell_back}
-            self._facts["gemms"] |= {gemm: f"emulated ({how}: failed its proof)" for gemm, how in emulated.items()}
-            self._facts["native_proof"] = dict(checks)
+            self._facts["gemms"] |= {gemm: f"emulated ({how}: failed its check)" for gemm, how in emulated.items()}
+            self._facts["native_check"] = dict(checks)
             self._write()
 
     def end(self, iteration: int, peak_memory_bytes: int | None) -> None:

@@ -43,9 +43,7 @@ def test_a_required_product_that_would_be_emulated_ends_the_start(ledger: Ledger
     here, elsewhere = (choose("fprop", spec, Target(arch, 256, 256)) for arch in ("sm100", "sm90"))
     native_proof.prepare("require", {here: ["fprop"]})
     assert ledger.required
-    with pytest.raises(
-        UserError, match=r"GEMMs are emulated \(fprop: hopper_fp8: no MX GEMM on sm90; blackwell_mx: no"
-    ):
+    with pytest.raises(UserError, match=r"GEMMs are emulated \(fprop: blackwell_mx: no MXFP8 GEMM on sm90\)"):
         native_proof.prepare("require", {here: ["fprop"], elsewhere: ["fprop"]})
     native_proof.prepare("auto", {elsewhere: ["fprop"]})
     assert not ledger.required
@@ -54,7 +52,7 @@ def test_a_required_product_that_would_be_emulated_ends_the_start(ledger: Ledger
 def test_the_proof_is_said_and_recorded_once(ledger: Ledger) -> None:
     ledger.record(("a",), Check("fprop [2, 3]", 0.25))
     said, recorded = said_after(Config())
-    assert said == ["native products proved at start: 1 checks, the worst at 0.25 of its bound"]
+    assert said == ["native products checked at start: 1 comparisons, the worst at 0.25 of its bound"]
     assert recorded == [{"fault": "", "checks": [{"what": "fprop [2, 3]", "error": 0.25, "fault": ""}]}]
     assert said_after(Config(native="off")) == ([], [])
 
@@ -62,7 +60,7 @@ def test_the_proof_is_said_and_recorded_once(ledger: Ledger) -> None:
 def test_a_fault_of_another_rank_is_said(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_proof, "on_any_rank", lambda *_: True)
     said, _ = said_after(Config())
-    assert said == ["native products FAILED their proof on another rank, which emulates: see its warning"]
+    assert said == ["native products FAILED their check on another rank, which emulates: see its warning"]
 
 
 def test_a_run_whose_products_failed_is_recorded_as_emulated(ledger: Ledger, tmp_path: Path) -> None:
@@ -73,8 +71,8 @@ def test_a_run_whose_products_failed_is_recorded_as_emulated(ledger: Ledger, tmp
         ledger.record(("a",), Check("dgrad [2, 3]", 7.0, "wrong"))
     native_proof.NativeProof(Config(), CPU, lambda *_: None, record.native_proof).after_iteration()
     written = json.loads((tmp_path / "run.json").read_text())
-    assert written["native_proof"]["fault"] == "dgrad [2, 3]: wrong"
+    assert written["native_check"]["fault"] == "dgrad [2, 3]: wrong"
     assert written["gemms"] == {
         "fprop": "hopper_fp8 on sm100",
-        "dgrad": "emulated (blackwell_mx on sm100: failed its proof)",
+        "dgrad": "emulated (blackwell_mx on sm100: failed its check)",
     }

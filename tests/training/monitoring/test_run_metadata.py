@@ -93,7 +93,7 @@ def test_a_run_records_itself(drive: Callable[[list[str]], None]) -> None:
     drive(argv(save="out", recipe="mxfp4", bf16=True, no_save=True, micro_batch_size=4))
     found = read(Path("out/run.json"))
     assert found["recipe"] == "mxfp4"
-    backend = "emulated on cpu (hopper_fp8: no GEMM of e2m1 on cpu)"
+    backend = "emulated on cpu (blackwell_mx: no MXFP4 GEMM on cpu)"
     assert found["gemms"] == {"fprop": "not quantized", "dgrad": backend, "wgrad": backend}
     assert found["tokens"] == 2 * 4 * 32
     assert found["parameters"] > 64 * 256

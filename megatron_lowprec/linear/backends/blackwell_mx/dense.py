@@ -80,7 +80,7 @@ class BlackwellMxGemms(EmulatedGemms):
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         """As ``GemmBackend``; codes for other backends are those of the emulated one.
 
-        The layout is always that of ``empty``, on which compiled graphs rely. After an operand failed its proof, the
+        The layout is always that of ``empty``, on which compiled graphs rely. After an operand failed its check, the
         reference quantizes, but not where ranks share amaxes: each would have to reduce them as often as the others.
         """
         if request.codes:

@@ -1,4 +1,4 @@
-"""Proof at start: native operands and products beside emulated ones, on hardware that the project has not run.
+"""Check at start: native operands and products beside emulated ones, on hardware that the project has not run.
 
 The first product of each size and kind is computed twice, of the real operands. A sum of K terms in fp32 is off by at
 most K 2^-24 of the sum S of magnitudes; a tensor core may drop what is below 2^-23 of a partial sum, at each term. Both
@@ -27,7 +27,7 @@ _ENDS = "training would go wrong, and --native require does not go on by emulati
 
 
 class NativeProofWarning(UserWarning):
-    """A native backend failed its proof; GEMMs are emulated from there on."""
+    """A native backend failed its check; GEMMs are emulated from there on."""
 
 
 class Check(NamedTuple):
@@ -82,9 +82,9 @@ class Ledger:
         if check.fault and not self.fault:
             self.fault = f"{check.what}: {check.fault}"
             if self.required:
-                raise UserError(f"native products failed their proof, {self.fault}: {_ENDS}")
+                raise UserError(f"native products failed their check, {self.fault}: {_ENDS}")
             warnings.warn(
-                f"NATIVE PRODUCTS FAILED THEIR PROOF, {self.fault}: all MX and NVFP4 GEMMs are emulated from here on",
+                f"NATIVE PRODUCTS FAILED THEIR CHECK, {self.fault}: all MX and NVFP4 GEMMs are emulated from here on",
                 NativeProofWarning,
                 stacklevel=2,
             )
@@ -95,9 +95,11 @@ class Ledger:
         if not self.checks:
             return ""
         if self.fault:
-            return f"native products FAILED their proof, and GEMMs are emulated: {self.fault}"
+            return f"native products FAILED their check, and GEMMs are emulated: {self.fault}"
         worst = max(check.error for check in self.checks.values())
-        return f"native products proved at start: {len(self.checks)} checks, the worst at {worst:.2g} of its bound"
+        return (
+            f"native products checked at start: {len(self.checks)} comparisons, the worst at {worst:.2g} of its bound"
+        )
 
     def as_json(self) -> dict[str, object]:
         """The record that is kept with a run."""

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from megatron_lowprec.linear.backends.hopper_fp8.why_not import operands_of
+from megatron_lowprec.linear.backends.hopper_fp8.why_not import has_fp32_scales, operands_of
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.schema import GemmSpec, QuantSpec
 
@@ -24,9 +24,7 @@ _KINDS = {
 
 def has_block_scales(gemm: GemmSpec) -> bool:
     """Whether an operand has scales of blocks that are no fp32 numbers, as these units take them."""
-    return any(
-        quant is not None and quant.scale_format != "fp32" for quant in (gemm.input, gemm.weight, gemm.grad_output)
-    )
+    return not has_fp32_scales(gemm)
 
 
 def why_not(name: str, gemm: GemmSpec, target: Target) -> str | None:

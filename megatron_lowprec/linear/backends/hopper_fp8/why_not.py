@@ -37,6 +37,12 @@ def operands_of(name: str, gemm: GemmSpec) -> list[QuantSpec]:
     return [quant for operand in GEMM_OPERANDS[name] if (quant := getattr(gemm, operand)) is not None]
 
 
+def has_fp32_scales(gemm: GemmSpec) -> bool:
+    """Whether the scales of all operands are fp32 numbers, as these units take them."""
+    operands = (gemm.input, gemm.weight, gemm.grad_output)
+    return all(quant is None or quant.scale_format == "fp32" for quant in operands)
+
+
 def why_not(name: str, gemm: GemmSpec, target: Target) -> str | None:
     """Reason why the FP8 units do not run a GEMM of a layer; None if they do.
 

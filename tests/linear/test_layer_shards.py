@@ -1,16 +1,27 @@
 """Shards of a layer, as tensor parallelism cuts it, hold the codes and scales of the whole."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_lowprec import Recipe, get_recipe
+from megatron_lowprec import KeepBf16, Recipe, convert, get_recipe
+from megatron_lowprec.kernels.cast_fp8 import reference as cast_reference
 from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.linear.backends import resolved
 from megatron_lowprec.linear.backends.emulated import dense
+from megatron_lowprec.linear.backends.hopper_fp8 import dense as hopper_dense
+from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, LinearId
+from megatron_lowprec.linear.sharding.coded_shard import CodedShard
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from tests.linear.layers import LAYER, NAME, NAMES, SEED
@@ -151,3 +162,58 @@ def test_amax_is_reduced_exactly_where_a_tile_reaches_over_ranks(
         calls.clear()
         operands_of(monkeypatch, get_recipe(name), LinearId(LAYER, NAME, split=split), whole, count)
         assert calls == expected.get((name, split), [])
+
+
+@pytest.mark.parametrize(
+    ("out_features", "fprop", "dgrad"),
+    [
+        # scales of 128x128 blocks have columns in multiples of 4, 1x128 codes have rows in multiples of 128
+        (768, {}, {"scale_rule": "amax_pow2"}),
+        (384, {"granularity": "1x128"}, {"granularity": "1x128", "source": "fprop"}),
+    ],
+)
+def test_gathered_codes_are_operands_of_a_native_cast(
+    out_features: int,
+    fprop: dict[str, Any],
+    dgrad: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    generator: torch.Generator,
+) -> None:
+    """Two ranks with equal shards give the codes and scales, and their layouts, that a cast of the whole gives."""
+    monkeypatch.setattr(resolved, "arch_of", lambda _: "sm90")
+    monkeypatch.setattr(hopper_dense, "load", lambda _: cast_reference)
+    recipe: Any = replace(get_recipe("fp8_blockwise"), name="own", keep_bf16=KeepBf16(), rules=())
+    recipe = replace(
+        recipe,
+        fprop=replace(recipe.fprop, weight=replace(recipe.fprop.weight, **fprop)),
+        dgrad=replace(recipe.dgrad, weight=replace(recipe.dgrad.weight, **dgrad)),
+    )
+    part = torch.randn(out_features // 2, 384, generator=generator).bfloat16()
+    whole = torch.cat((part, part))
+    model = nn.Sequential(nn.Linear(384, out_features, bias=False, dtype=torch.bfloat16))
+    model[0].weight.data.copy_(whole)
+    convert(model, recipe, skip_slower=False, data_parallel_rank=0)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        layer: Any = model[0]
+        shard, backends = CodedShard("0", layer, torch.bfloat16), layer.linear_gemms.backends
+        backends.resolve(whole)
+        for backward, gemm in enumerate(("fprop", "dgrad")):
+            backend = backends.resolved.gemms[gemm]
+            sent = shard.pack(bool(backward))
+            assert sent.numel() == shard.bytes
+            gathered = shard.receive(torch.cat((sent, sent)), bool(backward), None)
+            got = gathered.operand(gemm, backend)
+            assert (got is None) == (gemm == "dgrad" and shard.requantizes)
+            if got is None:
+                continue
+            assert backend.name == "hopper_fp8"
+            request = CastRequest(not backward, bool(backward), update_amax=False)
+            want, _ = backend.quantize("weight", whole, RngStep(0, 0), request)
+            pairs = zip(*((each.columnwise if backward else each.rowwise)() for each in (got, want)), strict=True)
+            for mine, cast in pairs:
+                assert torch.equal(mine, cast)
+                assert mine.stride() == cast.stride()
+    finally:
+        dist.destroy_process_group()

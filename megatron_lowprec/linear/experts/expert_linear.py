@@ -211,6 +211,11 @@ class ExpertLinear(StatefulLayer):
         return f"experts={experts}, in_features={sizes[0]}, out_features={sizes[1]}, recipe={linear}"
 
     # ---- copies
+    @property
+    def has_owner(self) -> bool:
+        """Whether the layer's module exists; that of a copy is made later."""
+        return self._owner is not None and self._owner() is not None
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_owner": None}
 

@@ -66,6 +66,7 @@ def traced_pass(identity: torch.Tensor | None, grad: bool) -> torch.Tensor | Non
 
 def _begin_pass(identity: torch.Tensor, grad: bool) -> torch.Tensor:
     layer = _layers[int(identity)]
+    layer.histories.to(layer.weight.device)  # a wrapper may have moved the weight without a call of the layer
     # compiled code runs within an autograd function of its own, which turns gradients off
     within = grad and not torch.is_grad_enabled()
     with torch.set_grad_enabled(grad or torch.is_grad_enabled()):

@@ -17,7 +17,7 @@ from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import once_differentiable, refuse
 from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
-from megatron_lowprec.linear.sharding.tensor_parallel import forward_on_mesh
+from megatron_lowprec.linear.sharding.tensor_parallel import UNFINISHED, forward_on_mesh, waited
 from megatron_lowprec.quantization.frozen_weight import FrozenWeight
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.coverage import LinearSite, check_no_phases, check_site
@@ -46,6 +46,8 @@ class _LinearFunction(torch.autograd.Function):
     def forward(  # type: ignore[no-untyped-def]
         ctx, x, weight, bias, linear_gemms: LinearGemms, rng_step: Any, update_amax: bool
     ):
+        if UNFINISHED in (type(x).__name__, type(weight).__name__, type(bias).__name__):
+            x, weight, bias = waited(x), waited(weight), waited(bias)
         with _without_autocast(x):
             y, saved = linear_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=ctx.needs_input_grad[1])
         saved = saved if ctx.needs_input_grad[1] else saved.without_input()
@@ -59,6 +61,8 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         saved, linear_gemms = SavedForBackward(*ctx.saved_tensors[:_SAVED], layout=ctx.layout), ctx.linear_gemms
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        if type(dy).__name__ == UNFINISHED:
+            dy = waited(dy)
         with _without_autocast(dy):
             gemms = backward_gemms(needs_x, needs_w)
             dy = linear_gemms.grad_output(dy, ctx.rng_step, bias=needs_b, update_amax=ctx.update_amax, gemms=gemms)

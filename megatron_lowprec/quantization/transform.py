@@ -41,7 +41,7 @@ class Transform:
 
     def scaled_signs(self, device: torch.device) -> torch.Tensor:
         """fp32 [block] of signs times 1/sqrt(block), for the fused kernel; on a GPU."""
-        if self._scaled is None:
+        if self._scaled is None or self._scaled.device != device:  # the layer may have moved
             self._draw(device)
         assert self._scaled is not None
         return self._scaled

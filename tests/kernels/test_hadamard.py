@@ -7,6 +7,12 @@ import pytest
 import torch
 
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
+from megatron_lowprec.kernels.philox.key import Key
+from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.quantization import transform
+from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.transform import Transforms
+from megatron_lowprec.recipe.schema import HadamardSpec
 
 FROZEN = ["0x1.1477340000000p-4", "-0x1.59df480000000p-6", "-0x1.b0f1480000000p-6", "-0x1.164c1c0000000p-4"]
 blocks = pytest.mark.parametrize("g", [32, 64, 128, 256])
@@ -115,3 +121,26 @@ def test_no_entries(shape: tuple[int, int]) -> None:
 def test_columns_must_be_a_multiple_of_the_block() -> None:
     with pytest.raises(ValueError, match="96 columns are no multiple of the Hadamard block 64"):
         hadamard_transform(torch.zeros(2, 96), torch.ones(64))
+
+
+@pytest.mark.parametrize("signs", ["nvfp4", "random"])
+def test_signs_of_a_layer_follow_it_to_another_device(signs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a step are drawn once on a device, for both GEMMs that share it."""
+    drawn: list[torch.device] = []
+
+    class Draws:
+        @staticmethod
+        def scaled_signs(keys: tuple[Key, ...], rng_step: torch.Tensor, group: int) -> tuple[torch.Tensor, ...]:
+            drawn.append(rng_step.device)
+            return tuple(torch.empty(group, device=rng_step.device) for _ in keys)
+
+    monkeypatch.setattr(transform, "load", lambda _: Draws)
+    specs = dict.fromkeys(("dgrad", "wgrad"), HadamardSpec(16, signs=signs))
+    transforms = Transforms(specs, LinearId(1, "x").sign_streams(0))
+    devices = [torch.device(kind) for kind in ("cpu", "meta", "cpu")]
+    for device in devices:
+        for gemm in ("dgrad", "wgrad"):
+            found = transforms.at(gemm, RngStep(0, 0))
+            assert found is not None
+            assert found.scaled_signs(device).device == device
+    assert drawn == (devices if signs == "random" else [])

@@ -19,6 +19,7 @@ from megatron_lowprec.linear import lowprec_linear
 from megatron_lowprec.linear.backends import resolved
 from megatron_lowprec.linear.backends.hopper_fp8 import dense
 from megatron_lowprec.linear.backends.protocol import CastRequest
+from megatron_lowprec.linear.layer_histories import LayerHistories
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -153,6 +154,15 @@ def test_state_in_a_graph(name: str, case: str) -> None:
             module.compile(backend="aot_eager", fullgraph=True)
         found.append(steps_of(model, 3, **options))
     assert equal(found[1], found[0])
+
+
+def test_amaxes_follow_a_weight_that_a_wrapper_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FSDP2 does, which replaces the parameter: before the pass reads them."""
+    layer, seen = LowPrecLinear(32, 32, recipe="fp8_delayed"), []
+    monkeypatch.setattr(LayerHistories, "to", lambda _, device: seen.append(device))
+    monkeypatch.setattr(LayerHistories, "begin_pass", lambda *_: seen.append("pass"))
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(torch.randn(32, 32))
+    assert seen == [torch.device("cpu"), "pass"]
 
 
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,6 +241,16 @@ def test_layouts_of_transformers(make: Callable[[], Any]) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
+def test_experts_without_tokens() -> None:
+    """An empty result, and gradients of zero."""
+    converted, x = convert(experts_of(build()), "fp8_delayed"), torch.zeros(0, HIDDEN, requires_grad=True)
+    y = converted(x, torch.zeros(0, TOP_K, dtype=torch.int64), torch.ones(0, TOP_K))
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad is not None
+    assert not any(weight.grad.any() for weight in converted.parameters())
+
+
 def test_recomputation_and_evaluation_change_no_bit() -> None:
     want = train(only_experts(build()), 3, microbatches=2)
     recomputed = only_experts(build())
@@ -320,6 +330,16 @@ def test_a_copy_continues_as_the_model(copied: Callable[[Any], Any]) -> None:
     state = model.state_dict()
     assert train(other, 2) == train(model, 2)
     assert all(torch.equal(value, state[key]) is False for key, value in other.state_dict().items() if "amax" in key)
+
+
+def test_a_shallow_copy_takes_no_layer_of_its_source() -> None:
+    experts = experts_of(only_experts(build()))
+    other = copy.copy(experts)
+    assert other.down_proj_gemms is not experts.down_proj_gemms
+    assert other.down_proj_gemms.weight is other.down_proj
+    del other
+    assert experts.down_proj_gemms.weight is experts.down_proj
+    assert isinstance(experts.down_proj_gemms(torch.zeros(1, FFN), [1, 0, 0, 0]), torch.Tensor)
 
 
 def test_state_dict_has_the_keys_of_the_model_and_of_the_recipe() -> None:

@@ -1,16 +1,29 @@
 """Shards of a layer, as tensor parallelism cuts it, hold the codes and scales of the whole."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_lowprec import Recipe, get_recipe
+from megatron_lowprec import KeepBf16, Recipe, convert, get_recipe
+from megatron_lowprec.kernels.cast_fp8 import reference as cast_reference
 from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.linear.backends import resolved
 from megatron_lowprec.linear.backends.emulated import dense
+from megatron_lowprec.linear.backends.hopper_fp8 import dense as hopper_dense
+from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, LinearId
+from megatron_lowprec.linear.sharding.coded_shard import CodedShard
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from tests.linear.layers import LAYER, NAME, NAMES, SEED
@@ -151,3 +164,101 @@ def test_amax_is_reduced_exactly_where_a_tile_reaches_over_ranks(
         calls.clear()
         operands_of(monkeypatch, get_recipe(name), LinearId(LAYER, NAME, split=split), whole, count)
         assert calls == expected.get((name, split), [])
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of two ranks, of which this process is the first; collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("out_features", "fprop", "dgrad"),
+    [
+        # scales of 128x128 blocks have columns in multiples of 4, 1x128 codes have rows in multiples of 128
+        (768, {}, {"scale_rule": "amax_pow2"}),
+        (384, {"granularity": "1x128"}, {"granularity": "1x128", "source": "fprop"}),
+    ],
+)
+def test_gathered_codes_are_operands_of_a_native_cast(
+    out_features: int,
+    fprop: dict[str, Any],
+    dgrad: dict[str, Any],
+    mesh: DeviceMesh,
+    monkeypatch: pytest.MonkeyPatch,
+    generator: torch.Generator,
+) -> None:
+    """Two ranks with equal shards give the codes and scales, and their layouts, that a cast of the whole gives."""
+    monkeypatch.setattr(resolved, "arch_of", lambda _: "sm90")
+    monkeypatch.setattr(hopper_dense, "load", lambda _: cast_reference)
+    recipe: Any = replace(get_recipe("fp8_blockwise"), name="own", keep_bf16=KeepBf16(), rules=())
+    recipe = replace(
+        recipe,
+        fprop=replace(recipe.fprop, weight=replace(recipe.fprop.weight, **fprop)),
+        dgrad=replace(recipe.dgrad, weight=replace(recipe.dgrad.weight, **dgrad)),
+    )
+    part = torch.randn(out_features // 2, 384, generator=generator).bfloat16()
+    whole = torch.cat((part, part))
+    linear: Any = nn.Linear(384, out_features, bias=False, dtype=torch.bfloat16)
+    linear.weight.data.copy_(whole)
+    model = convert(nn.Sequential(linear), recipe, skip_slower=False, data_parallel_rank=0)
+    sharded: Any = fully_shard(model, mesh=mesh)
+    layer = sharded[0]
+    shard, backends = CodedShard("0", layer, torch.bfloat16), layer.linear_gemms.backends
+    backends.resolve(whole)
+    for backward, gemm in enumerate(("fprop", "dgrad")):
+        backend = backends.resolved.gemms[gemm]
+        sent = shard.pack(bool(backward))
+        assert sent.numel() == shard.bytes
+        got = shard.receive(torch.cat((sent, sent)), bool(backward), None).operand(gemm, backend)
+        assert (got is None) == (gemm == "dgrad" and shard.requantizes)
+        if got is None:
+            continue
+        assert backend.name == "hopper_fp8"
+        request = CastRequest(not backward, bool(backward), update_amax=False)
+        want, _ = backend.quantize("weight", whole, RngStep(0, 0), request)
+        pairs = zip(*((each.columnwise if backward else each.rowwise)() for each in (got, want)), strict=True)
+        for mine, cast in pairs:
+            assert torch.equal(mine, cast)
+            assert mine.stride() == cast.stride()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_kernels_get_no_result_of_a_running_collective(
+    grad: bool, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Input, weight, bias and gradient of a layer on a mesh, and of one with a plain weight."""
+    seen: list[list[Any]] = []
+    for name in ("forward", "grad_output"):
+        method = getattr(LinearGemms, name)
+
+        def spy(self: LinearGemms, *args: Any, method: Any = method, **options: Any) -> Any:
+            seen.append([each for each in args if isinstance(each, torch.Tensor)])
+            return method(self, *args, **options)
+
+        monkeypatch.setattr(LinearGemms, name, spy)
+
+    def linear() -> Any:
+        model = nn.Sequential(nn.Linear(128, 128)).bfloat16()
+        return convert(model, "fp8_current", skip_slower=False, data_parallel_rank=0, filter=lambda *_: True)
+
+    columns = parallelize_module(linear(), mesh, {"0": ColwiseParallel(input_layouts=Shard(0))})
+    rows = parallelize_module(linear(), mesh, {"0": RowwiseParallel(output_layouts=Shard(0))})
+    plain, gathered = linear(), linear()
+    leaves: list[Any] = []
+    for name, parameter in list(gathered[0].named_parameters()):
+        leaves.append(nn.Parameter(DTensor.from_local(parameter.data.chunk(2)[0], mesh, [Shard(0)])))
+        delattr(gathered[0], name)
+        setattr(gathered[0], name, leaves[-1].redistribute(placements=[Replicate()], async_op=True))
+    with torch.set_grad_enabled(grad):
+        x = torch.randn(4, 128).bfloat16().requires_grad_(grad)
+        y = DTensor.from_local(plain(rows(columns(plain(x)))), mesh, [Shard(0)])
+        y = gathered(y.redistribute(placements=[Replicate()], async_op=True)).to_local()
+    if grad:
+        y.sum().backward()
+        assert x.grad is not None
+        assert all(parameter.grad is not None for parameter in leaves)
+    assert len(seen) == (10 if grad else 5)
+    assert all(type(each).__name__ != "AsyncCollectiveTensor" and each.data_ptr() for call in seen for each in call)

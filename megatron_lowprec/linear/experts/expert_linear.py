@@ -19,6 +19,7 @@ from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.lowprec_linear import _check_one_rank, _title, _without_autocast
 from megatron_lowprec.linear.once_differentiable import once_differentiable, refuse
+from megatron_lowprec.linear.sharding.tensor_parallel import waited
 from megatron_lowprec.quantization.amax_history import AmaxHistory, empty_histories
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.layer_match import Layer
@@ -86,7 +87,8 @@ class _ExpertLinearFunction(torch.autograd.Function):
     def forward(  # type: ignore[no-untyped-def]
         ctx, x_TI, weight_EOI, gemms: ExpertGemms, tokens: list[int], rng_step: RngStep, update_amax: bool
     ):
-        weights, save_input = weight_EOI.unbind(), ctx.needs_input_grad[1]
+        x_TI = waited(x_TI)
+        weights, save_input = waited(weight_EOI).unbind(), ctx.needs_input_grad[1]
         with _without_autocast(x_TI):
             y, saved = gemms.group.forward(x_TI, tokens, weights, rng_step, update_amax, save_input=save_input)
         saved = saved if save_input else saved.without_input()
@@ -99,7 +101,7 @@ class _ExpertLinearFunction(torch.autograd.Function):
     def backward(ctx, dy_TO):  # type: ignore[no-untyped-def]
         saved, dw_EOI, out = ctx.saved.with_tensors(ctx.saved_tensors), None, None
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        none = [None] * len(ctx.tokens)
+        none, dy_TO = [None] * len(ctx.tokens), waited(dy_TO)
         if needs_w:
             dw_EOI = dy_TO.new_empty(len(none), *saved.experts[0].weight.shape)
             out = dw_EOI.unbind()
@@ -209,6 +211,11 @@ class ExpertLinear(StatefulLayer):
         return f"experts={experts}, in_features={sizes[0]}, out_features={sizes[1]}, recipe={linear}"
 
     # ---- copies
+    @property
+    def has_owner(self) -> bool:
+        """Whether the layer's module exists; that of a copy is made later."""
+        return self._owner is not None and self._owner() is not None
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_owner": None}
 

@@ -8,6 +8,7 @@ forward pass by that of an implementation and notes the layout of the weights in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +141,7 @@ class LowPrecExperts(nn.Module):
         y = pad(y, (0, 0, 0, len(order) - len(routed)))
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
-        return y[place].view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
+        return y[place].view(*top_k_index.shape, y.shape[-1]).sum(dim=1).to(hidden_states.dtype)
 
     def _linear(self, name: str, x: torch.Tensor, tokens: list[int]) -> torch.Tensor:
         y: torch.Tensor = getattr(self, _gemms_of(name))(x, tokens)
@@ -155,8 +156,12 @@ class LowPrecExperts(nn.Module):
     # ---- copies and moves
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for linear in self._expert_linears():
-            linear.belong_to(self)
+        self._modules = self._modules.copy()
+        for name, linear in self.named_children():
+            if isinstance(linear, ExpertLinear):
+                if linear.has_owner:  # this is a shallow copy, whose module keeps its layers
+                    self._modules[name] = linear = copy(linear)
+                linear.belong_to(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> LowPrecExperts:
         super()._apply(fn, recurse)

@@ -111,10 +111,13 @@ class CodedShard(WeightShard):
             data, scale = cast.columnwise() if columnwise else cast.rowwise()
             self._tensor_scales[gemm] = cast.columnwise_tensor_scale if columnwise else cast.rowwise_tensor_scale
             assert scale is not None
+            # a native cast pads both for its own GEMM
+            data, scale = (each[:r, :c] for each, (r, c) in zip((data, scale), self._shapes(gemm), strict=True))
             codes = QuantizedTensor(data.shape, self.dtype, self._specs[gemm], data, scale)
             packed = codes.packed_codes if codes.format.bits == 4 else data.contiguous().view(torch.uint8)
             parts += [packed.flatten(), scale.contiguous().view(torch.uint8).flatten()]
         sent = torch.cat(parts)
+        assert sent.numel() <= self.bytes
         return pad(sent, (0, self.bytes - sent.numel()))
 
     def receive(self, gathered: torch.Tensor, backward: bool, out: Any) -> Any:

@@ -21,6 +21,9 @@ from megatron_lowprec.recipe.coverage import LinearSite, indivisible
 if TYPE_CHECKING:
     from megatron_lowprec.linear.lowprec_linear import LowPrecLayer
 
+UNFINISHED = "AsyncCollectiveTensor"
+"""Class of a tensor that a collective writes; views of it do not wait."""
+
 _SPLITS = {0: "O", 1: "I"}
 _bound: WeakKeyDictionary[LowPrecLayer, tuple[Any, Any]] = WeakKeyDictionary()  # layer -> mesh, placement of its weight
 
@@ -28,6 +31,13 @@ _bound: WeakKeyDictionary[LowPrecLayer, tuple[Any, Any]] = WeakKeyDictionary()  
 def is_dtensor(tensor: object) -> bool:
     """Whether a tensor is a DTensor; by name, because its import takes longer than a conversion."""
     return type(tensor).__name__ == "DTensor"
+
+
+def waited(tensor: Any) -> Any:
+    """What a collective of DTensor writes, after its end: a kernel would get the address 0. A copy under autograd."""
+    if type(tensor).__name__ != UNFINISHED:
+        return tensor
+    return tensor.clone() if torch.is_grad_enabled() else tensor.wait()
 
 
 def _forward_on_mesh(layer: LowPrecLayer, x: Any) -> Any:

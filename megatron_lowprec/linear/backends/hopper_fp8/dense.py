@@ -115,6 +115,9 @@ class HopperFp8Gemms(GemmBackend):
             assert quantized.spec is not None
             if quantized.spec.granularity == "1x128":
                 return codes_of_blocks(codes, scale)
+            if quantized.spec.granularity == "128x128":  # scales as ``cast_fp8`` writes them
+                assert scale is not None
+                return codes, _aligned(pad(scale, (0, -scale.shape[1] % 4)))
             return codes, None if scale is None else _aligned(scale)
         return transpose_codes(codes, ROW_MULTIPLE), scale
 

@@ -6,11 +6,13 @@ The keys are ``amax.<tensor>`` of delayed scaling, fp32 [length + 1], and ``draw
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_lowprec.errors import UserError
@@ -49,8 +51,14 @@ class StatefulLayer(nn.Module):
         self.rng_step = RngStep(0, 0)
         self._identity: torch.Tensor | None = None
 
-    def join(self, group: LayerGroup | None) -> None:
-        """End steps with the layers of a group; None for a layer of its own, in this process only."""
+    def join(self, group: LayerGroup | None, one_rank: bool = False) -> None:
+        """End steps with the layers of a group.
+
+        Args:
+            group: None for a layer of its own, in this process only.
+            one_rank: refuse random draws if the process belongs to several ranks, because they would be equal.
+        """
+        self._one_rank = one_rank and self.linear_gemms.recipe.random
         if self.added_keys:
             self.group = LayerGroup(distributed=False) if group is None else group
             self.group.add(self)
@@ -62,10 +70,15 @@ class StatefulLayer(nn.Module):
 
         Args:
             own_node: autograd has made the node of the pass, as it has within compiled code.
+
+        Raises:
+            UserError: several ranks would draw alike, or a CUDA graph would repeat draws.
         """
         linear_gemms = self.linear_gemms
         if self.group is None:
             return linear_gemms
+        if self._one_rank:
+            _check_one_rank()
         training = is_training_pass(self.training)
         # a recomputation uses the scales of its first pass, even if optimizers step within the backward pass
         if not in_backward_pass():
@@ -161,6 +174,25 @@ class StatefulLayer(nn.Module):
         super()._apply(fn, recurse)
         self.histories.to(self.weight.device)
         return self
+
+
+def title(linear_gemms: Any) -> str:
+    """Name and recipe of a layer, for an error; of its ``linear_gemms``."""
+    return f"{linear_gemms.linear_id.name} under recipe {linear_gemms.recipe.name}"
+
+
+def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Autocast would round the fp32 operands of emulated GEMMs."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def _check_one_rank() -> None:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise UserError(
+            f"convert ran before init_process_group, so all {dist.get_world_size()} ranks would round alike: "
+            f"convert afterwards, or pass data_parallel_rank=..."
+        )
 
 
 def combined(*kinds: type) -> Any:

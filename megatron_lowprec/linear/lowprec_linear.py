@@ -1,17 +1,15 @@
 """Drop-in replacement of ``torch.nn.Linear`` whose three GEMMs follow a recipe. No Megatron."""
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.backends.traced import recipe_key
 from megatron_lowprec.linear.compiled import opaque_linear, traced_gemms, traced_pass
 from megatron_lowprec.linear.layer_histories import LayerGroup
-from megatron_lowprec.linear.layer_state import StatefulLayer
+from megatron_lowprec.linear.layer_state import StatefulLayer, title, without_autocast
 from megatron_lowprec.linear.layer_tensors import SavedForBackward, backward_gemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
@@ -25,22 +23,11 @@ from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 from megatron_lowprec.recipe.recipe import Recipe
 
-
-def _without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Autocast would round the fp32 operands of emulated GEMMs."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
 _SAVED = len(SavedForBackward._fields) - 1  # tensors; the layout is apart
 
 
-def _title(linear_gemms: LinearGemms) -> str:
-    return f"{linear_gemms.linear_id.name} under recipe {linear_gemms.recipe.name}"
-
-
 # without quantization autograd may differentiate dgrad and wgrad
-@once_differentiable(lambda ctx: _title(ctx.linear_gemms) if ctx.linear_gemms.recipe.quantized else None)
+@once_differentiable(lambda ctx: title(ctx.linear_gemms) if ctx.linear_gemms.recipe.quantized else None)
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -48,7 +35,7 @@ class _LinearFunction(torch.autograd.Function):
     ):
         if UNFINISHED in (type(x).__name__, type(weight).__name__, type(bias).__name__):
             x, weight, bias = waited(x), waited(weight), waited(bias)
-        with _without_autocast(x):
+        with without_autocast(x):
             y, saved = linear_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=ctx.needs_input_grad[1])
         saved = saved if ctx.needs_input_grad[1] else saved.without_input()
         # codes may change between both passes: autograd then refuses, as for any saved tensor
@@ -63,7 +50,7 @@ class _LinearFunction(torch.autograd.Function):
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         if type(dy).__name__ == UNFINISHED:
             dy = waited(dy)
-        with _without_autocast(dy):
+        with without_autocast(dy):
             gemms = backward_gemms(needs_x, needs_w)
             dy = linear_gemms.grad_output(dy, ctx.rng_step, bias=needs_b, update_amax=ctx.update_amax, gemms=gemms)
             dx = linear_gemms.dgrad(dy, saved.weight, ctx.rng_step, saved.weight_amax) if needs_x else None
@@ -104,14 +91,13 @@ class LowPrecLayer(StatefulLayer):
             linear_id: identity of the random draws.
             seed: of the random draws.
             group: the layers of the model; None for a layer of its own, in this process only.
-            one_rank: refuse random draws if the process belongs to several ranks, because they would be equal.
+            one_rank: as ``StatefulLayer.join``.
         """
         self.recipe, linear = recipe, recipe.at(place)
         self.make_state()
         self.linear_gemms = LinearGemms(linear, linear_id, seed, self.histories.of)
         self._recipe_key = recipe_key(linear)
-        self.join(group)
-        self._one_rank = one_rank and linear.random
+        self.join(group, one_rank)
 
     @property
     def weight_OI(self) -> torch.Tensor:  # noqa: N802 - a shape suffix
@@ -131,7 +117,7 @@ class LowPrecLayer(StatefulLayer):
     def opaque(self, opaque: bool) -> None:
         if opaque and self.group is not None:
             raise UserError(
-                f"opaque was asked of {_title(self.linear_gemms)}, which has random draws or delayed scales that one "
+                f"opaque was asked of {title(self.linear_gemms)}, which has random draws or delayed scales that one "
                 "operator cannot hold: leave it out"
             )
         self._opaque = opaque
@@ -159,7 +145,7 @@ class LowPrecLayer(StatefulLayer):
         if x.dtype != weight.dtype:
             self.check_dtypes(x, weight.dtype)
         if torch._C._are_functorch_transforms_active():  # a compiled jvp would be 0
-            refuse(_title(self.linear_gemms), "torch.func")
+            refuse(title(self.linear_gemms), "torch.func")
         flat = x.reshape(-1, x.shape[-1])
         if not torch.compiler.is_compiling():
             y = _run(self, flat, weight, bias)
@@ -179,12 +165,6 @@ class LowPrecLayer(StatefulLayer):
                 f"{self.linear_gemms.linear_id.name} with a weight of {dtype} got an input of {x.dtype}: convert one "
                 "of them, or use torch.autocast"
             )
-
-    def begin_pass(self, own_node: bool = False) -> LinearGemms:
-        """As ``StatefulLayer``."""
-        if self._one_rank:
-            _check_one_rank()
-        return super().begin_pass(own_node)
 
     def _check_gathered(self, weight: torch.Tensor, kind: str) -> None:
         name = self.linear_gemms.linear_id.name
@@ -240,14 +220,6 @@ def _traced(
         return nn.functional.linear(x, weight, bias)
     y: torch.Tensor = _LinearFunction.apply(x, weight, bias, linear_gemms, at, update_amax)
     return y
-
-
-def _check_one_rank() -> None:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise UserError(
-            f"convert ran before init_process_group, so all {dist.get_world_size()} ranks would round alike: "
-            f"convert afterwards, or pass data_parallel_rank=..."
-        )
 
 
 class LowPrecLinear(LowPrecLayer, nn.Linear):  # type: ignore[misc]  # torch does not declare a missing bias

@@ -13,11 +13,10 @@ from torch import nn
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.linear.layer_histories import LayerGroup, LayerHistories
-from megatron_lowprec.linear.layer_state import StatefulLayer
+from megatron_lowprec.linear.layer_state import StatefulLayer, title, without_autocast
 from megatron_lowprec.linear.layer_tensors import backward_gemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
-from megatron_lowprec.linear.lowprec_linear import _check_one_rank, _title, _without_autocast
 from megatron_lowprec.linear.once_differentiable import once_differentiable, refuse
 from megatron_lowprec.linear.sharding.tensor_parallel import waited
 from megatron_lowprec.quantization.amax_history import AmaxHistory, empty_histories
@@ -81,7 +80,7 @@ class ExpertGemms:
 
 
 # without quantization autograd may differentiate dgrad and wgrad
-@once_differentiable(lambda ctx: _title(ctx.gemms) if ctx.gemms.recipe.quantized else None)
+@once_differentiable(lambda ctx: title(ctx.gemms) if ctx.gemms.recipe.quantized else None)
 class _ExpertLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -89,7 +88,7 @@ class _ExpertLinearFunction(torch.autograd.Function):
     ):
         x_TI = waited(x_TI)
         weights, save_input = waited(weight_EOI).unbind(), ctx.needs_input_grad[1]
-        with _without_autocast(x_TI):
+        with without_autocast(x_TI):
             y, saved = gemms.group.forward(x_TI, tokens, weights, rng_step, update_amax, save_input=save_input)
         saved = saved if save_input else saved.without_input()
         ctx.save_for_backward(*saved.tensors())
@@ -105,7 +104,7 @@ class _ExpertLinearFunction(torch.autograd.Function):
         if needs_w:
             dw_EOI = dy_TO.new_empty(len(none), *saved.experts[0].weight.shape)
             out = dw_EOI.unbind()
-        with _without_autocast(dy_TO):
+        with without_autocast(dy_TO):
             gemms = backward_gemms(needs_x, needs_w)
             dx, _ = ctx.gemms.group.backward(
                 dy_TO, ctx.tokens, saved, ctx.rng_step, none, ctx.update_amax, gemms, out=out
@@ -153,8 +152,7 @@ class ExpertLinear(StatefulLayer):
         # nothing tells the others apart without draws and histories
         experts = [first] * number if first.is_pure else [first, *map(gemms_of, range(1, number))]
         self.linear_gemms: Any = ExpertGemms(experts, self.histories)
-        self.join(group)
-        self._one_rank = one_rank and linear.random
+        self.join(group, one_rank)
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -192,10 +190,8 @@ class ExpertLinear(StatefulLayer):
                 "torch.autocast"
             )
         if torch._C._are_functorch_transforms_active():
-            refuse(_title(self.linear_gemms), "torch.func")
+            refuse(title(self.linear_gemms), "torch.func")
         self.histories.to(x.device)
-        if self._one_rank:
-            _check_one_rank()
         gemms: Any = self.begin_pass()
         # a pass in training without gradients is recorded by its recomputation
         update_amax = self.training and torch.is_grad_enabled()

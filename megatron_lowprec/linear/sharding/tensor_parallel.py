@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_lowprec.comm.maximum import maximum_over
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.recipe.coverage import LinearSite, indivisible
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ forward_on_mesh = torch.compiler.disable(
 )
 
 
+@once_differentiable("a tensor-parallel layer")
 class _PartOfSum(torch.autograd.Function):
     """A replicated bias [O] -> what each rank adds to its partial sum; the gradient is the whole bias's."""
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Checks MX and NVFP4 products of this Blackwell GPU, in about five minutes:
+# Checks MX and NVFP4 products of this Blackwell GPU:
 #
 #   scripts/check_native.sh [FLAGS of tools/check_native.py]
 #

@@ -11,6 +11,7 @@ from megatron_lowprec.finetuning.frozen_operator import FrozenOperands, frozen_l
 from megatron_lowprec.linear.backends.protocol import COMPUTE_DTYPES
 from megatron_lowprec.linear.layer_state import combined, parts_of
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer
+from megatron_lowprec.linear.sharding.tensor_parallel import is_dtensor
 from megatron_lowprec.quantization.frozen_weight import Codes, FrozenWeight, StoredSpecs, amax_of, stored_specs
 from megatron_lowprec.recipe.quant_spec import QuantSpec
 
@@ -277,7 +278,7 @@ def _check_arguments(model: object, storage: object, dtype: object) -> None:
 
 
 def _specs_of(path: str, layer: LowPrecLayer, storage: QuantSpec | None) -> StoredSpecs:
-    if layer.gathers_fp8 or type(layer.weight.data).__name__ == "DTensor":
+    if layer.gathers_fp8 or is_dtensor(layer.weight.data):
         raise UserError(f"{path}.weight is sharded: call quantize_frozen_weights before fully_shard")
     if storage is not None:
         if storage.random or storage.scaling == "delayed" or storage.source == "fprop":

@@ -15,10 +15,8 @@ from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import refuse
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.frozen_weight import Codes, FrozenWeight, StoredSpecs
-from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.random_stream import NO_DRAWS
 from megatron_lowprec.recipe.schema import LinearRecipe
-
-_NO_DRAWS = RngStep(0, 0)
 
 
 class FrozenOperands(NamedTuple):
@@ -74,7 +72,7 @@ def _gemms(key: int, device: torch.device) -> LinearGemms:
 @torch.library.custom_op("megatron_lowprec::frozen_linear", mutates_args=())
 def _linear(x: torch.Tensor, tensors: list[torch.Tensor], bias: torch.Tensor | None, key: int) -> torch.Tensor:
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
-        return _gemms(key, x.device).forward(x, _known[key].weight(tensors), _NO_DRAWS, bias_O=bias)[0]
+        return _gemms(key, x.device).forward(x, _known[key].weight(tensors), NO_DRAWS, bias_O=bias)[0]
 
 
 @torch.library.custom_op("megatron_lowprec::frozen_linear_backward", mutates_args=())
@@ -85,8 +83,8 @@ def _linear_backward(
     linear_gemms, weight = _gemms(key, dy.device), _known[key].weight(tensors)
     with torch.cuda.device_of(dy), torch.autocast(dy.device.type, enabled=False):
         linear_gemms.backends.resolve(weight)
-        grad = linear_gemms.grad_output(dy, _NO_DRAWS, bias=bias_grad, gemms=("dgrad",) if input_grad else ())
-        dx = linear_gemms.dgrad(grad, weight, _NO_DRAWS) if input_grad else dy.new_empty(0)
+        grad = linear_gemms.grad_output(dy, NO_DRAWS, bias=bias_grad, gemms=("dgrad",) if input_grad else ())
+        dx = linear_gemms.dgrad(grad, weight, NO_DRAWS) if input_grad else dy.new_empty(0)
     return [dx, dy.new_empty(0) if grad.bias is None else grad.bias]
 
 

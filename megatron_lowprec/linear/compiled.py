@@ -23,9 +23,7 @@ from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import refuse
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.random_stream import RngStep
-
-_NO_DRAWS = RngStep(0, 0)
+from megatron_lowprec.quantization.random_stream import NO_DRAWS
 
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _next_number = count()
@@ -107,7 +105,7 @@ def _gemms(key: int, device: torch.device, shape: torch.Size) -> LinearGemms:
 @torch.library.custom_op("megatron_lowprec::linear", mutates_args=())
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, key: int) -> torch.Tensor:
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
-        return _gemms(key, x.device, weight.shape).forward(x, weight, _NO_DRAWS, bias_O=bias)[0]
+        return _gemms(key, x.device, weight.shape).forward(x, weight, NO_DRAWS, bias_O=bias)[0]
 
 
 @torch.library.custom_op("megatron_lowprec::linear_backward", mutates_args=())
@@ -125,9 +123,9 @@ def _linear_backward(
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
         linear_gemms.backends.resolve(weight)
         gemms = backward_gemms(input_grad, weight_grad)
-        grad = linear_gemms.grad_output(dy, _NO_DRAWS, bias=bias_grad, gemms=gemms)
-        dx = linear_gemms.dgrad(grad, weight, _NO_DRAWS) if input_grad else none
-        dw = linear_gemms.wgrad(grad, x, _NO_DRAWS) if weight_grad else dy.new_empty(0)
+        grad = linear_gemms.grad_output(dy, NO_DRAWS, bias=bias_grad, gemms=gemms)
+        dx = linear_gemms.dgrad(grad, weight, NO_DRAWS) if input_grad else none
+        dw = linear_gemms.wgrad(grad, x, NO_DRAWS) if weight_grad else dy.new_empty(0)
     return [dx, dw, dy.new_empty(0) if grad.bias is None else grad.bias]
 
 

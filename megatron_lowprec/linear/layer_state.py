@@ -65,6 +65,14 @@ class StatefulLayer(nn.Module):
             self._identity = identity_of(self)
 
     # ---- passes
+    def check_dtypes(self, x: torch.Tensor, dtype: torch.dtype) -> None:
+        """Raise UserError if an input has another dtype than the weight."""
+        if x.dtype != dtype:
+            raise UserError(
+                f"{self.linear_gemms.linear_id.name} with a weight of {dtype} got an input of {x.dtype}: convert one "
+                "of them, or use torch.autocast"
+            )
+
     def begin_pass(self, own_node: bool = False) -> LinearGemms:
         """Before a forward pass: bring the state up to date. Returns the GEMMs of the pass, at ``rng_step``.
 

@@ -158,14 +158,6 @@ class LowPrecLayer(StatefulLayer):
             y = _traced(flat, weight, bias, self._recipe_key, self._identity, grad, self.training and grad)
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def check_dtypes(self, x: torch.Tensor, dtype: torch.dtype) -> None:
-        """Raise UserError if an input has another dtype than the weight."""
-        if x.dtype != dtype:
-            raise UserError(
-                f"{self.linear_gemms.linear_id.name} with a weight of {dtype} got an input of {x.dtype}: convert one "
-                "of them, or use torch.autocast"
-            )
-
     def _check_gathered(self, weight: torch.Tensor, kind: str) -> None:
         name = self.linear_gemms.linear_id.name
         if not isinstance(weight, (Fp8Weight, GatheredWeight)):

@@ -26,6 +26,9 @@ class RngStep(NamedTuple):
     microbatch: int
 
 
+NO_DRAWS = RngStep(0, 0)  # for operands without random draws, whose step is not read
+
+
 def in_backward_pass() -> bool:
     """Whether autograd runs a backward pass on this thread; a forward pass within it is a recomputation."""
     in_task: bool = torch._C._current_graph_task_id() != -1

@@ -13,7 +13,7 @@ import triton.language as tl
 from megatron_lowprec.kernels.amax.triton_ops import larger, raise_to_amax
 from megatron_lowprec.kernels.bias_grad.triton import sum_partials
 from megatron_lowprec.kernels.gelu import reference
-from megatron_lowprec.kernels.interpreted import INTERPRETED
+from megatron_lowprec.kernels.logistic.triton_ops import reciprocal_of_one_plus_exp2
 
 # 2u as x (A + B x^2), in base 2 for the exponential; and its derivative C + D x^2
 _SLOPE, _CUBIC = reference.SLOPE, reference.CUBIC
@@ -28,17 +28,7 @@ _BACKWARD_PROGRAMS = 1024  # all run at once: eight on each of 128 multiprocesso
 @triton.jit
 def gate(x, square):
     """GELU(x) / x from x and x^2; multiply-adds are explicit, so that all kernels give equal bits."""
-    power = x * tl.fma(square, _B, _A)
-    if INTERPRETED:
-        factor = 1.0 / (1.0 + tl.exp2(power))
-    else:
-        # omits the subnormal handling of Triton's exp2 and division, a fifth of a cast's instructions
-        factor = tl.inline_asm_elementwise(
-            """{ .reg .f32 sum; ex2.approx.ftz.f32 sum, $1; add.f32 sum, sum, 0f3F800000;
-            rcp.approx.ftz.f32 $0, sum; }""",
-            "=f,f", [power], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return factor
+    return reciprocal_of_one_plus_exp2(x * tl.fma(square, _B, _A))
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.amax.triton_ops import larger, raise_to_amax
-from megatron_lowprec.kernels.interpreted import INTERPRETED
+from megatron_lowprec.kernels.logistic.triton_ops import reciprocal_of_one_plus_exp2
 
 _MINUS_LOG2E = tl.constexpr(-1.0 / math.log(2.0))
 _ROWS, _COLUMNS, _WARPS = 2, 1024, 4
@@ -19,17 +19,7 @@ _ROWS, _COLUMNS, _WARPS = 2, 1024, 4
 @triton.jit
 def _logistic(x):
     """``sigmoid(x)``; all kernels give equal bits."""
-    power = x * _MINUS_LOG2E
-    if INTERPRETED:
-        factor = 1.0 / (1.0 + tl.exp2(power))
-    else:
-        # omits the subnormal handling of Triton's exp2 and division, as kernels.gelu does
-        factor = tl.inline_asm_elementwise(
-            """{ .reg .f32 sum; ex2.approx.ftz.f32 sum, $1; add.f32 sum, sum, 0f3F800000;
-            rcp.approx.ftz.f32 $0, sum; }""",
-            "=f,f", [power], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return factor
+    return reciprocal_of_one_plus_exp2(x * _MINUS_LOG2E)
 
 
 @triton.jit

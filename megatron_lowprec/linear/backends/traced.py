@@ -24,14 +24,13 @@ from megatron_lowprec.linear.backends.protocol import CastRequest, GemmBackend, 
 from megatron_lowprec.linear.backends.resolved import LayerBackends
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax, LinearId
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
-from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.random_stream import NO_DRAWS, RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.transform import Transforms
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, LinearRecipe
 
 _LIBRARY = torch.library.Library("megatron_lowprec", "FRAGMENT")
 FIELDS = tuple(f"{way}_{part}" for way in ("rowwise", "columnwise") for part in ("data", "scale", "tensor_scale"))
-_NO_DRAWS = RngStep(0, 0)
 
 
 # ---- what the constants of a graph name
@@ -106,7 +105,7 @@ def _cast(
         amax: for a current scale, if known.
         at: of ``begin_pass``: number of the layer's backends, step and microbatch; None for a recipe without state.
     """
-    backends, rng_step = backends_of(key, matrix.device), _NO_DRAWS
+    backends, rng_step = backends_of(key, matrix.device), NO_DRAWS
     if at is not None:
         number, step, microbatch = at.tolist()
         backends, rng_step = _numbered[number], RngStep(step, microbatch)
@@ -200,7 +199,7 @@ class TracedGemms(GemmBackend):
         request = request._replace(sums=request.sums and self.fuses_producer)
         made = self._backend.empty(tensor, matrix, request)
         if made is None:
-            return self._backend.quantize(tensor, matrix, _NO_DRAWS, request)
+            return self._backend.quantize(tensor, matrix, NO_DRAWS, request)
         spec, known = getattr(self._recipe.gemms[SIDES[tensor][not request.rowwise]], tensor), None
         if self.fuses_producer and (spec.granularity, spec.scaling) == ("tensor", "current"):
             known = _amax(matrix) if amax is None else amax.value
@@ -225,7 +224,7 @@ class TracedGemms(GemmBackend):
 
     def fuses_directions(self, tensor: str, matrix: Tensor | CastPrologue, rng_step: Any) -> bool:
         """As ``GemmBackend``; draws have no effect."""
-        return self._backend.fuses_directions(tensor, matrix, _NO_DRAWS)
+        return self._backend.fuses_directions(tensor, matrix, NO_DRAWS)
 
     def gemm(
         self,

@@ -18,7 +18,7 @@ from megatron_lowprec.linear.layer_tensors import backward_gemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import once_differentiable, refuse
-from megatron_lowprec.linear.sharding.tensor_parallel import waited
+from megatron_lowprec.linear.sharding.tensor_parallel import is_dtensor, waited
 from megatron_lowprec.quantization.amax_history import AmaxHistory, empty_histories
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.layer_match import Layer
@@ -178,17 +178,15 @@ class ExpertLinear(StatefulLayer):
                 ``init_process_group``.
         """
         kind, weight = x.device.type, self.weight.mT if self._transposed else self.weight
-        name = self.linear_gemms.linear_id.name
-        if type(weight).__name__ == "DTensor":
-            raise UserError(f"the weight of {name} is a DTensor in its forward pass: experts run whole on each rank")
+        if is_dtensor(weight):
+            raise UserError(
+                f"the weight of {self.linear_gemms.linear_id.name} is a DTensor in its forward pass: experts run whole "
+                "on each rank"
+            )
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             x, weight = x.to(dtype), weight.to(dtype)
-        if x.dtype != weight.dtype:
-            raise UserError(
-                f"{name} with a weight of {weight.dtype} got an input of {x.dtype}: convert one of them, or use "
-                "torch.autocast"
-            )
+        self.check_dtypes(x, weight.dtype)
         if torch._C._are_functorch_transforms_active():
             refuse(title(self.linear_gemms), "torch.func")
         self.histories.to(x.device)

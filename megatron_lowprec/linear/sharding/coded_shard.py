@@ -17,7 +17,7 @@ from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.linear.lowprec_linear import LowPrecLayer
 from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
 from megatron_lowprec.linear.sharding.weight_shard import WeightShard
-from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.random_stream import NO_DRAWS
 from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
 from megatron_lowprec.quantization.token_rows import stored_codes
 from megatron_lowprec.recipe.coverage import primary_weight_spec
@@ -29,7 +29,6 @@ _CODES = {
     False: CastRequest(True, False, update_amax=False, codes=True),
     True: CastRequest(False, True, update_amax=False, codes=True),
 }
-_NO_DRAWS = RngStep(0, 0)
 
 
 class CodedShard(WeightShard):
@@ -107,7 +106,7 @@ class CodedShard(WeightShard):
         for gemm in self.directions[backward]:
             backends, columnwise = self._cast[gemm].backends, gemm == "dgrad"
             backends.resolve(values)
-            cast, _ = backends.resolved.gemms[gemm].quantize("weight", values, _NO_DRAWS, _CODES[columnwise])
+            cast, _ = backends.resolved.gemms[gemm].quantize("weight", values, NO_DRAWS, _CODES[columnwise])
             data, scale = cast.columnwise() if columnwise else cast.rowwise()
             self._tensor_scales[gemm] = cast.columnwise_tensor_scale if columnwise else cast.rowwise_tensor_scale
             assert scale is not None

@@ -39,7 +39,7 @@ from megatron_lowprec.linear.layer_tensors import in_memory
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import mx_rule, quantize_by_reference
-from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.random_stream import NO_DRAWS, RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers
 from megatron_lowprec.recipe.schema import QuantSpec
 
@@ -101,7 +101,7 @@ class BlackwellMxGemms(EmulatedGemms):
         first = self.specs[SIDES[tensor][not request.rowwise], tensor]
         made = QuantizedTensor(matrix.shape, matrix.dtype, first, scale_layout="tiles_128x4")
         for name, columnwise in zip(SIDES[tensor], (False, True), strict=True):
-            spec, transform = self.specs[name, tensor], self.transform(name, RngStep(0, 0))
+            spec, transform = self.specs[name, tensor], self.transform(name, NO_DRAWS)
             if not (request.columnwise if columnwise else request.rowwise):
                 continue
             assert spec is not None

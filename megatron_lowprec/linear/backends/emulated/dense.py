@@ -33,13 +33,11 @@ from megatron_lowprec.quantization.error_stats import error_stats
 from megatron_lowprec.quantization.frozen_weight import FrozenWeight
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import Reduce, mx_rule, quantize_by_reference, with_amaxes
-from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.random_stream import NO_DRAWS, RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
 from megatron_lowprec.quantization.token_rows import stored_codes
 from megatron_lowprec.quantization.transform import Transform
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, HadamardSpec, QuantSpec
-
-_UNDRAWN = RngStep(0, 0)  # of a transform of which only the sizes are read
 
 
 class EmulatedGemms(GemmBackend):
@@ -138,7 +136,7 @@ class EmulatedGemms(GemmBackend):
         """As ``GemmBackend``."""
         made: QuantizedTensor | None = None
         for name, columnwise in zip(SIDES[tensor], (False, True), strict=True):
-            transform, spec = self.transform(name, _UNDRAWN), self.specs[name, tensor]
+            transform, spec = self.transform(name, NO_DRAWS), self.specs[name, tensor]
             if not (request.columnwise if columnwise else request.rowwise) or (spec is None and transform is None):
                 continue
             rows, length = reversed(matrix.shape) if columnwise else matrix.shape

@@ -38,6 +38,7 @@ from megatron_lowprec.training.data.blend import check_split
 from megatron_lowprec.training.data.tokenizer import tokenizer_of
 from megatron_lowprec.training.data.wikitext import SHIPPED, Page, read
 from megatron_lowprec.training.distributed import startup
+from megatron_lowprec.training.distributed.visible_gpus import has_gpus
 from megatron_lowprec.training.evaluation.windows import Text, check_stride
 
 if TYPE_CHECKING:
@@ -138,15 +139,13 @@ class Scorer:
     def __init__(
         self, args: argparse.Namespace, ranks: startup.Ranks, recipe: str | None, device: torch.device | None
     ) -> None:
-        import torch
-
         self._args, self._ranks = args, ranks
         self._found = loader.at_iteration(loader.find(args.load), args.iteration)
         tensor = args.tensor_model_parallel_size
         opened = loader.reopen(
             self._found,
             ranks.world_size,
-            torch.cuda.is_available(),
+            has_gpus(),
             recipe=recipe,
             tensor_model_parallel_size=tensor,
             expert_model_parallel_size=args.expert_model_parallel_size,

@@ -25,6 +25,7 @@ from megatron_lowprec.sweep.jobs import Job, command, evaluation
 from megatron_lowprec.sweep.spec import Resources
 from megatron_lowprec.sweep.status import read_progress
 from megatron_lowprec.sweep.view import View
+from megatron_lowprec.training.distributed.visible_gpus import given_gpus, lost_gpus
 
 REQUEUE = "requeue"
 """File in a job's folder: the job was interrupted and must be requeued. Written by the driver and by this module."""
@@ -47,14 +48,20 @@ class Place:
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs visible to torch, for CUDA_VISIBLE_DEVICES; queried in a separate process."""
+    """Names of the GPUs visible to torch, for CUDA_VISIBLE_DEVICES; queried in a separate process.
+
+    Raises:
+        UserError: torch cannot be queried, or sees none of the GPUs that this process was given.
+    """
     code = "import torch; print(torch.cuda.device_count())"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if asked.returncode or not asked.stdout.strip().isdecimal():
         why = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
         raise UserError(f"torch cannot be asked for GPUs: {why}; mend the environment")
+    count, given = int(asked.stdout), given_gpus()
+    if not count and given is not None:
+        raise lost_gpus(given)
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
-    count = int(asked.stdout)
     return names[:count] if names != [""] else [str(number) for number in range(count)]
 
 

@@ -47,6 +47,7 @@ from megatron_lowprec.training.distributed.interrupt import (
     follows_a_failure,
 )
 from megatron_lowprec.training.distributed.startup import Ranks, finalize, initialize, versions
+from megatron_lowprec.training.distributed.visible_gpus import has_gpus
 from megatron_lowprec.training.memory import report as memory_report
 from megatron_lowprec.training.memory.plan import GIB
 from megatron_lowprec.training.models.sizes import linear_sites, num_parameters, tensor_ranks
@@ -166,11 +167,10 @@ def _explanation(config: Config, recipe: Recipe) -> str:
 
 
 def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Recipe, ranks: Ranks) -> None:
-    import torch
 
     from megatron_lowprec.training.checkpoint.resume import source
 
-    config = resolve_run(config, ranks.world_size, gpus=torch.cuda.is_available())
+    config = resolve_run(config, ranks.world_size, gpus=has_gpus())
     check_packages(config)
     te_checks.prepare(config, recipe)
     config, more = source(config)

@@ -15,6 +15,7 @@ from megatron_lowprec.comm.gradient_codes import GradientCodes
 from megatron_lowprec.comm.gradients import GradientFactor, GradientSum
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.training.distributed.startup import prepare_environment
+from megatron_lowprec.training.distributed.visible_gpus import has_gpus
 from tools.bench.measure import distance
 
 BUCKET = 40_000_000  # Megatron-core's
@@ -55,7 +56,7 @@ class Buckets:
 def main(asked: dict[str, Any]) -> None:
     """Measure each exchange, write the rows."""
     local = prepare_environment().local_rank
-    on_gpu = torch.cuda.is_available()
+    on_gpu = has_gpus()
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)

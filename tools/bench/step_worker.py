@@ -17,6 +17,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from megatron_lowprec.training.distributed import startup
+from megatron_lowprec.training.distributed.visible_gpus import has_gpus
 
 PROFILED = 3
 
@@ -36,7 +37,7 @@ def main(asked: dict[str, Any]) -> None:
     from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
     from tools.bench.measure import Bench
 
-    on_gpu = torch.cuda.is_available()
+    on_gpu = has_gpus()
     per_rank, steps = asked["micro_batch"], asked["warm_up"] + asked["iterations"]
     batch = per_rank * ranks.world_size
     length = ["--global-batch-size", str(batch), "--train-iters", str(max(1000, steps))]

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.distributed.visible_gpus import has_gpus
 
 if TYPE_CHECKING:
     import torch
@@ -208,7 +209,7 @@ def _choose_deterministic_algorithms() -> None:
 def _device(ranks: Ranks) -> torch.device:
     import torch
 
-    if not torch.cuda.is_available():
+    if not has_gpus():
         return torch.device("cpu")
     if ranks.local_rank >= torch.cuda.device_count():
         raise UserError(

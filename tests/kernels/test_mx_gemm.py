@@ -67,6 +67,14 @@ def test_even_entries_are_in_low_nibbles() -> None:
     assert aligned_codes(codes, 8).tolist() == [[0, 1, 2, 3, 4, 5, *[0] * 26]]
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_of_a_transposed_view_lie_in_rows(bits: int) -> None:
+    codes = torch.randint(0, 16, (64, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    found = aligned_codes(codes.t(), bits)
+    assert found.is_contiguous()
+    assert torch.equal(found, aligned_codes(codes.t().clone(memory_format=torch.contiguous_format), bits))
+
+
 # ---- the model reads exactly these bytes
 
 
@@ -105,6 +113,19 @@ def test_each_permuted_tile_and_swapped_nibble_changes_the_product(kind: tuple[s
                 swapped = a.codes.clone()
                 swapped[:, column] = low << 4 | high
                 assert not torch.equal(product(a._replace(codes=swapped), b), right)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_that_lie_in_columns_change_the_product(kind: tuple[str, str, int]) -> None:
+    """The model knows a row's bytes and no other stride; the products of GPUs refuse such codes."""
+    a_format, b_format, block = kind
+    a, b = operand(48, 2 * block, a_format, block, 1), operand(16, 2 * block, b_format, block, 2)
+    in_columns = a._replace(codes=a.codes.t().contiguous().t())
+    assert torch.equal(in_columns.codes, a.codes)
+    products = [mx_gemm(one, b, out_dtype=torch.float32) for one in (a, in_columns)]
+    assert not torch.equal(*products)
+    with pytest.raises(AssertionError, match="row-major"):
+        native.mx_gemm(in_columns, b, out_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("kind", [("e2m1", 16), ("e4m3", 32)])

@@ -561,6 +561,9 @@ def test_square_blocks_by_the_kernel_are_those_by_the_reference(name: str) -> No
                     assert torch.equal(mine.codes, theirs.codes)
                     assert torch.equal(mine.scales, theirs.scales)
                     assert mine.tensor_scale == theirs.tensor_scale
+                    # equal tensors may lie in memory otherwise, and a product has addresses
+                    assert mine.codes.is_contiguous()
+                    assert torch.equal(reference.values(mine), reference.values(theirs))
 
 
 def test_operands_of_a_compiled_graph_have_no_shape() -> None:

@@ -31,6 +31,7 @@ def mx_gemm(
     torch's product cannot accumulate: adding is a separate pass.
     """
     assert alpha == 1.0 or a.block == 16, "torch's scaled product of MXFP8 has no alpha"
+    a, b = a.checked(), b.checked()
     product_dtype = out_dtype if accumulate_into is None else torch.float32
     direct = accumulate_into if overwrite else None
     arguments: tuple[Any, ...] = (

@@ -39,9 +39,15 @@ class MxOperand(NamedTuple):
     columns: int
     tensor_scale: torch.Tensor | None = None
 
+    def checked(self) -> MxOperand:
+        """The same. Products read a row's bytes after another's, whatever strides say."""
+        assert self.codes.is_contiguous(), f"codes of strides {self.codes.stride()} are not row-major"
+        assert self.scales.is_contiguous(), "tiles of scales are not row-major"
+        return self
+
 
 def aligned_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes of ``MxOperand`` from one code an entry, uint8 [R, K]."""
+    """Codes of ``MxOperand`` from one code an entry, uint8 [R, K], of any strides."""
     missing = -codes.shape[1] % ALIGNED
     codes = pad(codes, (0, missing)) if missing else codes
     return packed(codes) if bits == 4 else codes.contiguous()

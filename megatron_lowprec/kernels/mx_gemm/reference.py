@@ -50,15 +50,17 @@ def mx_gemm(
 
 def values(operand: MxOperand) -> torch.Tensor:
     """fp32 [R, K] that an operand's bytes stand for, without the tensor's scale."""
-    codes, _, fmt, block, columns, _ = operand
-    rows, device = codes.shape[0], codes.device
+    codes, scales, fmt, block, columns, _ = operand
+    (rows, pitch), device = codes.shape, codes.device
+    # from the first address on: a GEMM knows the bytes of a row, and no other stride
+    codes, scales = (each.as_strided((each.numel(),), (1,)) for each in (codes, scales))
     k, r = torch.arange(columns, device=device), torch.arange(rows, device=device).unsqueeze(1)
     if fmt == "e2m1":
-        byte = codes[:, k // 2].to(torch.int64)
+        byte = codes[r * pitch + k // 2].to(torch.int64)
         elements = torch.tensor(_E2M1, device=device)[torch.where(k % 2 == 0, byte % 16, byte // 16)]
     else:
-        elements = codes.view(_DTYPES[fmt]).to(torch.float32)[:, :columns]
+        elements = codes.view(_DTYPES[fmt]).to(torch.float32)[r * pitch + k]
     tiles_across = -(-columns // (4 * block))
     tile = (r // 128) * tiles_across + k // (4 * block)
     address = tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + k // block % 4
-    return elements * operand.scales.view(_SCALES[block]).to(torch.float32)[address]
+    return elements * scales.view(_SCALES[block]).to(torch.float32)[address]

@@ -165,6 +165,7 @@ def mx_gemm(
         compute_dtype: only of ``folds``; else tensor cores take codes.
         folds: multiply scales into the values before the product: on GPUs without block-scaled instructions.
     """
+    a, b = a.checked(), b.checked()
     M, N = a.codes.shape[0], b.codes.shape[0]
     out = a.codes.new_empty((M, N), dtype=out_dtype) if accumulate_into is None else accumulate_into
     of_tensors = (a.tensor_scale, b.tensor_scale)

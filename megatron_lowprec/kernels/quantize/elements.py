@@ -77,7 +77,8 @@ def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., K / 2] of 4-bit codes [..., K]: entry 2i in the low bits."""
+    """uint8 [..., K / 2] of 4-bit codes [..., K] of any strides: entry 2i in the low bits, rows contiguous."""
+    codes = codes.contiguous()  # else bytes lie as the codes do
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 

@@ -51,9 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=6, help="steps of each run (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=6, help="number of perturbed one-process runs, seeds 1, 2, …")
     parser.add_argument("--folder", type=Path, help="keep all files here, and continue from them (default: temporary)")
-    parser.add_argument(
-        "--out", type=output_file, help="default docs/results/layout-parity-cpu.md or -gpu.md; .json beside it"
-    )
+    parser.add_argument("--out", type=output_file, help="default reports/layout-parity-cpu.md or -gpu.md, .json beside")
     parser.add_argument("--compare", type=Path, metavar="FILE.json", help="run nothing: compare that file's rows again")
     return parser
 
@@ -102,7 +100,7 @@ def _selection(arguments: argparse.Namespace) -> plan.Selection:
 
 def _run(folder: Path, selected: plan.Selection, arguments: argparse.Namespace, given: str) -> int:
     folder.mkdir(parents=True, exist_ok=True)
-    out = arguments.out or REPOSITORY / "docs/results" / f"layout-parity-{'gpu' if selected.gpus else 'cpu'}.md"
+    out = arguments.out or REPOSITORY / "reports" / f"layout-parity-{'gpu' if selected.gpus else 'cpu'}.md"
     runner = Runner(folder, selected.gpus, arguments.launches_at_once or max(1, selected.gpus))
     started = time.monotonic()
     planned = plan.launches(selected, folder, min(runner.at_once, _REFERENCE_PARTS))

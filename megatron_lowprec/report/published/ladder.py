@@ -1,6 +1,6 @@
 """Reads a published ladder of runs: gap to bf16 in nats against tokens per parameter.
 
-docs/results/quartet2-runs.md describes the shipped file and its source.
+megatron_lowprec/data/README.md describes the shipped file and its source.
 """
 
 from __future__ import annotations

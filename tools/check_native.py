@@ -26,7 +26,7 @@ from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.files import atomic_write
 from megatron_lowprec.kernels.dispatch import arch_of
 from megatron_lowprec.linear.backends import resolved, table
-from megatron_lowprec.linear.backends.blackwell_mx.proof import LEDGER, Ledger, NativeProofWarning
+from megatron_lowprec.linear.backends.blackwell_mx.start_check import CHECKS, NativeCheckWarning, StartChecks
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
@@ -48,22 +48,22 @@ _COLUMNS = (
 
 def layer_checks(recipe: str, shape: LinearShape, tokens: int, device: torch.device) -> dict[str, Any]:
     """The check of one layer's operands and products: forward and backward pass, with and without accumulation."""
-    LEDGER.reset()
+    CHECKS.reset()
     gemms = LinearGemms(get_recipe(recipe), LinearId(1, shape.name), 0, AmaxHistory)
     generator = torch.Generator().manual_seed(0)
     sizes = (shape.out_features, shape.in_features), (tokens, shape.in_features), (tokens, shape.out_features)
     w, x, dy = (torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes)
     total = torch.zeros(sizes[0], device=device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NativeProofWarning)  # the fault is in the table
+        warnings.simplefilter("ignore", NativeCheckWarning)  # the fault is in the table
         for microbatch in range(2):
             rng_step = RngStep(0, microbatch)
             _, saved = gemms.forward(x, w, rng_step)
             grad = gemms.grad_output(dy, rng_step)
             gemms.dgrad(grad, w, rng_step)
             gemms.wgrad(grad, saved.input(), rng_step, accumulate_into=total)
-    worst = max((check.error for check in LEDGER.checks.values()), default=0.0)
-    found = LEDGER.as_json()
+    worst = max((check.error for check in CHECKS.results.values()), default=0.0)
+    found = CHECKS.as_json()
     return {"recipe": recipe, "model": shape.model, "layer": shape.name, **found, "worst": worst}
 
 
@@ -74,7 +74,7 @@ def rehearsed() -> Iterator[None]:
     with (
         patch.object(table, "BACKENDS", rows),
         patch.object(resolved, "arch_of", lambda _: "sm100"),
-        patch.object(Ledger, "proves", staticmethod(lambda _: True)),
+        patch.object(StartChecks, "applies", staticmethod(lambda _: True)),
     ):
         yield
 
@@ -95,7 +95,7 @@ def all_checks(options: argparse.Namespace, device: torch.device) -> list[dict[s
                 for shape in shapes
             ]
         finally:
-            LEDGER.reset()
+            CHECKS.reset()
 
 
 def step_times(options: argparse.Namespace, out: Path) -> tuple[str, Any]:

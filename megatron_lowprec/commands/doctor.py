@@ -102,10 +102,10 @@ def runs(recipe: Recipe, arch: str) -> str:
     native = native_gemms(recipe, target)
     if not quantized:
         return "compute dtype"
-    proved = "" if UNVERIFIED.isdisjoint(resolve(recipe, target).values()) else "*"
+    unverified = "" if UNVERIFIED.isdisjoint(resolve(recipe, target).values()) else "*"
     if len(native) in (0, len(quantized)):
-        return f"native{proved}" if native else "emulated"
-    return f"native{proved}: {' '.join(name for name in quantized if name in native)}"
+        return f"native{unverified}" if native else "emulated"
+    return f"native{unverified}: {' '.join(name for name in quantized if name in native)}"
 
 
 def _devices() -> tuple[str, list[str]]:

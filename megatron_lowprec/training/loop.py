@@ -34,7 +34,7 @@ from megatron_lowprec.training.model import Trainer, gathered
 from megatron_lowprec.training.models.sizes import flops_per_sample
 from megatron_lowprec.training.monitoring.bad_numbers import BadSteps, Diagnosis, diagnose, weights_are_finite
 from megatron_lowprec.training.monitoring.log import RunLog, StepRow
-from megatron_lowprec.training.monitoring.native_proof import NativeProof
+from megatron_lowprec.training.monitoring.native_check import NativeCheck
 from megatron_lowprec.training.monitoring.operand_files import write_captures
 from megatron_lowprec.training.monitoring.profiler import Profiler
 from megatron_lowprec.training.monitoring.run_metadata import RunRecord
@@ -102,7 +102,7 @@ def _iterate(run: Run, profiler: Profiler, bad_steps: BadSteps) -> tuple[Stop | 
     train_iters = require(config.train_iters)
     batches = _train_batches(run) if progress.iteration < train_iters else []
     saved_at, finite = progress.iteration, True
-    proof = NativeProof(config, run.device, run.log.say, run.record.native_proof)
+    check = NativeCheck(config, run.device, run.log.say, run.record.native_check)
     update_num_microbatches(progress.consumed_samples)
     if run.uncalibrated and batches:
         run.log.say(*run.trainer.enter_phase(progress.iteration))
@@ -114,7 +114,7 @@ def _iterate(run: Run, profiler: Profiler, bad_steps: BadSteps) -> tuple[Stop | 
         profiler.before(progress.iteration)
         row = _train_iteration(run, batches, bad_steps)
         profiler.after(progress.iteration)
-        proof.after_iteration()
+        check.after_iteration()
         run.log.step(row)
         run.garbage.after(progress.iteration)
         run.checkpoints.poll()

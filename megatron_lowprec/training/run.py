@@ -223,7 +223,7 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
     from megatron_lowprec.training.data import batches
     from megatron_lowprec.training.distributed.rank_sync import on_any_rank, run_on_all_ranks, same_on_all_ranks
     from megatron_lowprec.training.monitoring.log import RunLog
-    from megatron_lowprec.training.monitoring.native_proof import prepare
+    from megatron_lowprec.training.monitoring.native_check import prepare
     from megatron_lowprec.training.monitoring.run_metadata import RunRecord
     from megatron_lowprec.training.monitoring.self_test import self_test
 

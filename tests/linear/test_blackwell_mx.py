@@ -22,7 +22,7 @@ from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule
 from megatron_lowprec.linear.backends import resolved, table
 from megatron_lowprec.linear.backends.blackwell_mx import dense
 from megatron_lowprec.linear.backends.blackwell_mx.operands import operand_of
-from megatron_lowprec.linear.backends.blackwell_mx.proof import Ledger, NativeProofWarning, of_frequencies
+from megatron_lowprec.linear.backends.blackwell_mx.start_check import NativeCheckWarning, StartChecks, of_frequencies
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, product_of, why_not
 from megatron_lowprec.linear.backends.emulated import dense as emulated_dense
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
@@ -301,16 +301,16 @@ def test_products_by_device(name: str, gemm: str, on_10: str, on_12: str) -> Non
 
 
 @contextmanager
-def unproved(required: bool = False) -> Iterator[Ledger]:
-    """A pretended GPU whose products are to be checked, with a ledger of its own."""
-    ledger = Ledger()
-    ledger.required = required
+def unchecked(required: bool = False) -> Iterator[StartChecks]:
+    """A pretended GPU whose products are to be checked, with checks of its own."""
+    start = StartChecks()
+    start.required = required
     with (
         pretended(),
-        patch.object(dense, "LEDGER", ledger),
-        patch.object(Ledger, "proves", staticmethod(lambda _: True)),
+        patch.object(dense, "CHECKS", start),
+        patch.object(StartChecks, "applies", staticmethod(lambda _: True)),
     ):
-        yield ledger
+        yield start
 
 
 def zeros(a: MxOperand, b: MxOperand, **options: Any) -> torch.Tensor:
@@ -343,30 +343,30 @@ def product(wrong: Callable[..., torch.Tensor]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["mxfp8_2d", "mxfp4_rht_sr", "nvfp4_all"])
-def test_right_products_are_proved_once_a_size(name: str) -> None:
-    with unproved() as ledger:
+def test_right_products_are_checked_once_a_size(name: str) -> None:
+    with unchecked() as start:
         got = passes(name, finite=True)
-        checks = dict(ledger.checks)
+        checks = dict(start.results)
         passes(name, finite=True)
-        assert ledger.checks == checks
+        assert start.results == checks
     same(got, passes(name, finite=True))
     # each GEMM, with and without accumulation for wgrad, and each operand in each direction
     gemms = on_blackwell(load(name))
     assert len(checks) == 3 * len(gemms) + ("wgrad" in gemms)
     assert all(check.error <= 1.0 and not check.fault for check in checks.values())
-    assert ledger.summary().startswith(f"native products checked at start: {len(checks)} comparisons, the worst at ")
-    assert json.loads(json.dumps(ledger.as_json())) == ledger.as_json()
+    assert start.summary().startswith(f"native products checked at start: {len(checks)} comparisons, the worst at ")
+    assert json.loads(json.dumps(start.as_json())) == start.as_json()
 
 
 def test_an_inf_that_is_lost_is_found() -> None:
     def clamped(*operands: MxOperand, **options: Any) -> torch.Tensor:
         return reference.mx_gemm(*operands, **options).nan_to_num(nan=0.0)
 
-    with unproved(), product(clamped), pytest.warns(NativeProofWarning, match="an Inf or a NaN .* is missing"):
+    with unchecked(), product(clamped), pytest.warns(NativeCheckWarning, match="an Inf or a NaN .* is missing"):
         passes("mxfp8")
 
 
-def test_sums_of_another_order_are_proved() -> None:
+def test_sums_of_another_order_pass() -> None:
     """A product that adds halves of K, and truncates each half to 23 bits of fraction, is within the bound."""
 
     def halves(a: MxOperand, b: MxOperand, out_dtype: torch.dtype, alpha: float, **options: Any) -> torch.Tensor:
@@ -377,10 +377,10 @@ def test_sums_of_another_order_are_proved() -> None:
         total = total if options["accumulate_into"] is None else options["accumulate_into"] + total
         return total.to(out_dtype if options["accumulate_into"] is None else torch.float32)
 
-    with unproved() as ledger, product(halves):
+    with unchecked() as start, product(halves):
         passes("mxfp8", finite=True)
-    assert not ledger.fault
-    assert 0.0 < max(check.error for check in ledger.checks.values()) <= 1.0
+    assert not start.fault
+    assert 0.0 < max(check.error for check in start.results.values()) <= 1.0
 
 
 @pytest.mark.parametrize(
@@ -399,14 +399,14 @@ def test_sums_of_another_order_are_proved() -> None:
 def test_wrong_products_are_emulated_or_end_the_run(wrong: Callable[..., torch.Tensor], name: str) -> None:
     """A fault of the hardware is found by the first product, whose result and all later ones are the emulated ones."""
     want = passes(name, finite=True)
-    with unproved() as ledger, product(wrong):
-        with pytest.warns(NativeProofWarning, match="NATIVE PRODUCTS FAILED THEIR CHECK, .* out of its bound"):
+    with unchecked() as start, product(wrong):
+        with pytest.warns(NativeCheckWarning, match="NATIVE PRODUCTS FAILED THEIR CHECK, .* out of its bound"):
             got = passes(name, finite=True)
-        assert len([check for check in ledger.checks.values() if check.fault]) == 1
-        assert ledger.summary().startswith("native products FAILED their check, and GEMMs are emulated: ")
-        assert ("all of it is 0" in ledger.fault) == (wrong is zeros)
+        assert len([check for check in start.results.values() if check.fault]) == 1
+        assert start.summary().startswith("native products FAILED their check, and GEMMs are emulated: ")
+        assert ("all of it is 0" in start.fault) == (wrong is zeros)
     same(got, want)
-    with unproved(required=True), product(wrong), pytest.raises(UserError, match="native products failed their check"):
+    with unchecked(required=True), product(wrong), pytest.raises(UserError, match="native products failed their check"):
         passes(name, finite=True)
 
 
@@ -415,31 +415,31 @@ def test_a_refused_product_is_a_fault() -> None:
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul\nand more")
 
     want = passes("mxfp8", finite=True)
-    with unproved() as ledger, product(refuses), pytest.warns(NativeProofWarning, match="NOT_SUPPORTED"):
+    with unchecked() as start, product(refuses), pytest.warns(NativeCheckWarning, match="NOT_SUPPORTED"):
         same(passes("mxfp8", finite=True), want)
-    assert json.loads(json.dumps(ledger.as_json(), allow_nan=False))["fault"].endswith("calling cublasLtMatmul")
+    assert json.loads(json.dumps(start.as_json(), allow_nan=False))["fault"].endswith("calling cublasLtMatmul")
 
 
 def test_a_full_memory_says_nothing_about_a_product() -> None:
     def fills(*_: MxOperand, **__: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with unproved() as ledger, product(fills), pytest.raises(torch.OutOfMemoryError):
+    with unchecked() as start, product(fills), pytest.raises(torch.OutOfMemoryError):
         passes("mxfp8", finite=True)
-    assert not ledger.fault
+    assert not start.fault
 
 
 def test_operands_and_products_of_other_specs_are_checked() -> None:
     """Headroom multiplies operands and sums, and chooses another product."""
     recipe = load("mxfp8")
     fprop = replace(recipe.fprop, input=replace(recipe.fprop.input, headroom=0.75))  # type: ignore[type-var]
-    with unproved() as ledger:
+    with unchecked() as start:
         passes("mxfp8", finite=True)
-        before = set(ledger.checks)
+        before = set(start.results)
         with patch(f"{__name__}.load", lambda _: replace(recipe, fprop=fprop)):
             passes("mxfp8", finite=True)
-    assert {key[:2] for key in ledger.checks.keys() - before} >= {("fprop", "input")}
-    assert sum(key[0] == "fprop" for key in ledger.checks.keys() - before) == 2
+    assert {key[:2] for key in start.results.keys() - before} >= {("fprop", "input")}
+    assert sum(key[0] == "fprop" for key in start.results.keys() - before) == 2
 
 
 def test_rounding_that_returns_zeros_is_found() -> None:
@@ -455,10 +455,10 @@ def test_rounding_that_returns_zeros_is_found() -> None:
                     data.zero_()
         return made, sums
 
-    with unproved() as ledger, patch.object(EmulatedGemms, "quantize", faulty):
-        with pytest.warns(NativeProofWarning, match="dgrad's grad_output .* entries differ .* all of it is 0"):
+    with unchecked() as start, patch.object(EmulatedGemms, "quantize", faulty):
+        with pytest.warns(NativeCheckWarning, match="dgrad's grad_output .* entries differ .* all of it is 0"):
             same(passes("nvfp4_all", finite=True), want)
-        assert ledger.fault
+        assert start.fault
 
 
 @pytest.mark.slow
@@ -466,20 +466,20 @@ def test_rounding_that_returns_zeros_is_found() -> None:
 def test_a_compiled_layer_goes_on_by_emulation(name: str, first: int) -> None:
     """A graph is traced for native operands: casts keep their layout after a fault in step ``first``."""
 
-    def losses(ledger: Ledger | None) -> list[float]:
+    def losses(start: StartChecks | None) -> list[float]:
         torch.manual_seed(0)
         recipe = replace(get_recipe(name), keep_bf16=KeepBf16(), rules=())
         model = convert(nn.Linear(IN, OUT).bfloat16(), recipe)
-        if ledger is not None:
+        if start is not None:
             model.compile(backend="aot_eager", fullgraph=True)
         optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), list[float]()
         for step, tokens in enumerate((64, 64, 96)):
             with ExitStack() as stack:
-                if ledger is not None and step >= first:
+                if start is not None and step >= first:
                     stack.enter_context(product(zeros))
-                if ledger is not None and step == first:
-                    ledger.reset()  # else the size is known
-                    stack.enter_context(pytest.warns(NativeProofWarning, match="all of it is 0"))
+                if start is not None and step == first:
+                    start.reset()  # else the size is known
+                    stack.enter_context(pytest.warns(NativeCheckWarning, match="all of it is 0"))
                 optimizer.zero_grad()
                 loss = model(torch.randn(tokens, IN).bfloat16()).float().square().mean()
                 loss.backward()
@@ -493,8 +493,8 @@ def test_a_compiled_layer_goes_on_by_emulation(name: str, first: int) -> None:
         cache.cache_clear()
     torch._dynamo.reset()
     try:
-        with unproved() as ledger:
-            assert losses(ledger) == want
+        with unchecked() as start:
+            assert losses(start) == want
     finally:
         for cache in caches:
             cache.cache_clear()
@@ -521,11 +521,11 @@ def test_products_on_this_gpu_are_within_their_bound(name: str) -> None:
     Operands have the reference's bits, and products lie within the check's bound of the emulated ones.
     """
     real = resolved.arch_of(torch.device("cuda"))
-    ledger = Ledger()
-    with pretended(real if real in WITH_BLOCK_SCALES else "sm100"), patch.object(dense, "LEDGER", ledger):
+    start = StartChecks()
+    with pretended(real if real in WITH_BLOCK_SCALES else "sm100"), patch.object(dense, "CHECKS", start):
         passes(name, finite=True, device="cuda")
-    assert not ledger.fault, ledger.fault
-    assert len(ledger.checks) >= 3 * len(on_blackwell(load(name)))
+    assert not start.fault, start.fault
+    assert len(start.results) >= 3 * len(on_blackwell(load(name)))
 
 
 @pytest.mark.parametrize("name", ["nvfp4_all", "mxfp8_2d", "nvfp4_four_over_six"])

@@ -59,7 +59,7 @@ class RunRecord:
             self._facts[PHASES] = {**self._facts.get(PHASES, {}), str(number): dict(gemms)}
             self._write()
 
-    def native_proof(self, checks: Mapping[str, Any], fell_back: Collection[str]) -> None:
+    def native_check(self, checks: Mapping[str, Any], fell_back: Collection[str]) -> None:
         """Record the checks of native products; ``fell_back``: backends whose GEMMs are emulated since."""
         if self._writes:
             gemms = self._facts["gemms"].items()

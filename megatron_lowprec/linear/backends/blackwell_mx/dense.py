@@ -22,8 +22,8 @@ from megatron_lowprec.kernels.mx_gemm.operand import (
 from megatron_lowprec.kernels.quantize.elements import unpacked
 from megatron_lowprec.kernels.quantize.reference import encode
 from megatron_lowprec.linear.backends.blackwell_mx.operands import CODES, decoded, in_tiles, operand_of, with_tiles
-from megatron_lowprec.linear.backends.blackwell_mx.proof import (
-    LEDGER,
+from megatron_lowprec.linear.backends.blackwell_mx.start_check import (
+    CHECKS,
     Check,
     Key,
     of_frequencies,
@@ -85,15 +85,15 @@ class BlackwellMxGemms(EmulatedGemms):
         """
         if request.codes:
             return self.emulated.quantize(tensor, matrix, rng_step, request, amax)
-        if LEDGER.operand_fault and not self._reduces(tensor):
+        if CHECKS.operand_fault and not self._reduces(tensor):
             return self._quantized_by_reference(tensor, matrix, rng_step, request), None
         if (square := self._square(tensor, matrix, rng_step, request)) is not None:
             made, sums = square, None
         else:
             made, sums = super().quantize(tensor, matrix, rng_step, request._replace(codes=True), amax)
         made = with_tiles(made)
-        if LEDGER.proves(in_memory(matrix).device):
-            return self._proved_operand(tensor, matrix, rng_step, request, made), sums
+        if CHECKS.applies(in_memory(matrix).device):
+            return self._checked_operand(tensor, matrix, rng_step, request, made), sums
         return made, sums
 
     def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor | None:
@@ -167,7 +167,7 @@ class BlackwellMxGemms(EmulatedGemms):
             "overwrite": overwrite,
         }
         sides = (a, name == "wgrad"), (b, name != "fprop")
-        if LEDGER.fault:  # casts keep their layout
+        if CHECKS.fault:  # casts keep their layout
             y = self._emulated(name, sides, options)
         else:
             left, right = (operand_of(*side) for side in sides)
@@ -178,13 +178,13 @@ class BlackwellMxGemms(EmulatedGemms):
             sized = (size.bit_length() if at == tokens else size for at, size in enumerate(sizes))
             # the specs tell which product runs, and what is multiplied to its sum
             key = (name, *sized, self._gemms[name], self.alpha[name], out_dtype, accumulate_into is None, overwrite)
-            if LEDGER.wants(key, left.codes.device):
-                y = self._proved(name, key, sides, (left, right), product, options)
+            if CHECKS.is_due(key, left.codes.device):
+                y = self._checked_product(name, key, sides, (left, right), product, options)
             else:
                 y = product(left, right, **options)
         return y if bias is None else add_bias_(y, bias)
 
-    def _proved(
+    def _checked_product(
         self,
         name: str,
         key: Key,
@@ -214,7 +214,7 @@ class BlackwellMxGemms(EmulatedGemms):
             adds = total is not None and not options["overwrite"]
             addend = float(total.abs().max()) if adds else 0.0
             check = of_product(what, got, want, magnitudes, left.columns, addend)
-        chosen = got if LEDGER.record(key, check) else want
+        chosen = got if CHECKS.record(key, check) else want
         return chosen if total is None else total.copy_(chosen)
 
     def _square(
@@ -246,7 +246,7 @@ class BlackwellMxGemms(EmulatedGemms):
             made.rowwise_scale = scale[:: rule.block_rows].t()
         return made
 
-    def _proved_operand(
+    def _checked_operand(
         self,
         tensor: str,
         matrix: torch.Tensor | CastPrologue,
@@ -270,10 +270,10 @@ class BlackwellMxGemms(EmulatedGemms):
             transform = self.transform(name, rng_step)
             key = (name, tensor, *sizes, spec, None if transform is None else transform.spec)
             # an operand that is quantized again follows from numbers that are not here
-            if LEDGER.wants(key, source.device):
+            if CHECKS.is_due(key, source.device):
                 last = source.t() if columnwise else source
                 check = self._check_operand(name, tensor, last, spec, rng_step, operand_of(made, columnwise))
-                holds = LEDGER.record(key, check, of_operand=True) and holds
+                holds = CHECKS.record(key, check, of_operand=True) and holds
         if holds or self._reduces(tensor):
             return made
         return self._quantized_by_reference(tensor, matrix, rng_step, request._replace(update_amax=False))

@@ -26,7 +26,7 @@ _WRONG = 1e30  # an error that JSON can hold
 _ENDS = "training would go wrong, and --native require does not go on by emulation"
 
 
-class NativeProofWarning(UserWarning):
+class NativeCheckWarning(UserWarning):
     """A native backend failed its check; GEMMs are emulated from there on."""
 
 
@@ -44,7 +44,7 @@ class Check(NamedTuple):
     fault: str = ""
 
 
-class Ledger:
+class StartChecks:
     """The checks of a process; the hardware is the process's.
 
     Attributes:
@@ -60,14 +60,14 @@ class Ledger:
 
     def reset(self) -> None:
         """Forget all checks, so that they are made again."""
-        self.fault, self.operand_fault, self.checks = "", False, dict[Key, Check]()
+        self.fault, self.operand_fault, self.results = "", False, dict[Key, Check]()
 
-    def wants(self, key: Key, device: torch.device) -> bool:
+    def is_due(self, key: Key, device: torch.device) -> bool:
         """Whether a product or operand is to be checked; False if it was, under graph capture, or without a GPU."""
-        return key not in self.checks and self.proves(device)
+        return key not in self.results and self.applies(device)
 
     @staticmethod
-    def proves(device: torch.device) -> bool:
+    def applies(device: torch.device) -> bool:
         """Whether products on a device are to be checked now."""
         return device.type == "cuda" and not capturing()
 
@@ -77,7 +77,7 @@ class Ledger:
         Raises:
             UserError: it did not, and native products are required.
         """
-        self.checks[key] = check
+        self.results[key] = check
         self.operand_fault |= of_operand and bool(check.fault)
         if check.fault and not self.fault:
             self.fault = f"{check.what}: {check.fault}"
@@ -85,28 +85,28 @@ class Ledger:
                 raise UserError(f"native products failed their check, {self.fault}: {_ENDS}")
             warnings.warn(
                 f"NATIVE PRODUCTS FAILED THEIR CHECK, {self.fault}: all MX and NVFP4 GEMMs are emulated from here on",
-                NativeProofWarning,
+                NativeCheckWarning,
                 stacklevel=2,
             )
         return not check.fault
 
     def summary(self) -> str:
         """One line for the log; "" if nothing was checked."""
-        if not self.checks:
+        if not self.results:
             return ""
         if self.fault:
             return f"native products FAILED their check, and GEMMs are emulated: {self.fault}"
-        worst = max(check.error for check in self.checks.values())
+        worst = max(check.error for check in self.results.values())
         return (
-            f"native products checked at start: {len(self.checks)} comparisons, the worst at {worst:.2g} of its bound"
+            f"native products checked at start: {len(self.results)} comparisons, the worst at {worst:.2g} of its bound"
         )
 
     def as_json(self) -> dict[str, object]:
         """The record that is kept with a run."""
-        return {"fault": self.fault, "checks": [check._asdict() for check in self.checks.values()]}
+        return {"fault": self.fault, "checks": [check._asdict() for check in self.results.values()]}
 
 
-LEDGER = Ledger()
+CHECKS = StartChecks()
 """The checks of this process."""
 
 

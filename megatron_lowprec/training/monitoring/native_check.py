@@ -7,7 +7,7 @@ import torch
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.dispatch import arch_of
-from megatron_lowprec.linear.backends.blackwell_mx.proof import LEDGER
+from megatron_lowprec.linear.backends.blackwell_mx.start_check import CHECKS
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES
 from megatron_lowprec.linear.backends.table import UNVERIFIED, Choice
 from megatron_lowprec.training.config.options import Config
@@ -24,18 +24,18 @@ def prepare(native: str, backends: Mapping[Choice, Sequence[str]]) -> None:
     Raises:
         UserError: native products are required, and a GEMM is emulated.
     """
-    LEDGER.required = native == "require"
+    CHECKS.required = native == "require"
     emulated = [
         f"{', '.join(names)}: {choice.why}" for choice, names in backends.items() if not choice.multiplies_codes
     ]
-    if LEDGER.required and emulated:
+    if CHECKS.required and emulated:
         raise UserError(
             f"--native require was asked, but GEMMs are emulated ({'; '.join(emulated)}): leave it out, or keep these "
             "GEMMs unquantized by --recipe-override"
         )
 
 
-class NativeProof:
+class NativeCheck:
     """Says the result of the check after the first iteration of a launch, which is when sizes are checked.
 
     Args:
@@ -49,8 +49,8 @@ class NativeProof:
         say: Callable[..., None],
         record: Callable[[dict[str, Any], Collection[str]], None],
     ) -> None:
-        proves = arch_of(device) in WITH_BLOCK_SCALES and config.native != "off"
-        self._pending = proves and config.transformer_impl == "local"
+        checks = arch_of(device) in WITH_BLOCK_SCALES and config.native != "off"
+        self._pending = checks and config.transformer_impl == "local"
         self._device, self._say, self._record = device, say, record
 
     def after_iteration(self) -> None:
@@ -58,9 +58,9 @@ class NativeProof:
         if not self._pending:
             return
         self._pending = False
-        elsewhere = on_any_rank(bool(LEDGER.fault), self._device) and not LEDGER.fault
-        if LEDGER.checks:
-            self._say(LEDGER.summary())
-            self._record(LEDGER.as_json(), UNVERIFIED if LEDGER.fault or elsewhere else ())
+        elsewhere = on_any_rank(bool(CHECKS.fault), self._device) and not CHECKS.fault
+        if CHECKS.results:
+            self._say(CHECKS.summary())
+            self._record(CHECKS.as_json(), UNVERIFIED if CHECKS.fault or elsewhere else ())
         if elsewhere:
             self._say("native products FAILED their check on another rank, which emulates: see its warning")

@@ -20,7 +20,7 @@ from megatron_lowprec.kernels.mx_gemm.operand import MxOperand, aligned_codes, f
 from megatron_lowprec.kernels.quantize.reference import encode
 from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule
 from megatron_lowprec.linear.backends import resolved, table
-from megatron_lowprec.linear.backends.blackwell_mx import dense
+from megatron_lowprec.linear.backends.blackwell_mx import dense, sampled
 from megatron_lowprec.linear.backends.blackwell_mx.operands import operand_of
 from megatron_lowprec.linear.backends.blackwell_mx.start_check import NativeCheckWarning, StartChecks, of_frequencies
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, product_of, why_not
@@ -585,6 +585,6 @@ def test_operands_of_a_compiled_graph_have_no_shape() -> None:
     ]
     want, got = (native.gemm("wgrad", *each, torch.float32) for each in (sides, bare))
     assert operand_of(bare[0], True).columns == 128  # 104 tokens, 112 with the transform's zeros
-    magnitudes = (dense._magnitudes(operand_of(one, True)) for one in sides)
+    magnitudes = (sampled.magnitudes(operand_of(one, True)) for one in sides)
     bound = 2 * 128 * 2.0**-24 * reference.mx_gemm(*magnitudes, out_dtype=torch.float32)  # of sums in two orders
     assert ((got - want).abs() <= bound).all()

@@ -17,18 +17,15 @@ from megatron_lowprec.kernels.mx_gemm.operand import (
     MxOperand,
     aligned_codes,
     bytes_of_tiles,
-    from_tiles,
 )
 from megatron_lowprec.kernels.quantize.elements import unpacked
 from megatron_lowprec.kernels.quantize.reference import encode
 from megatron_lowprec.linear.backends.blackwell_mx.operands import CODES, decoded, in_tiles, operand_of, with_tiles
+from megatron_lowprec.linear.backends.blackwell_mx.sampled import operand_check, product_check, sampled_product
 from megatron_lowprec.linear.backends.blackwell_mx.start_check import (
     CHECKS,
     Check,
     Key,
-    of_frequencies,
-    of_operand,
-    of_product,
     refused,
 )
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, product_of
@@ -38,9 +35,9 @@ from megatron_lowprec.linear.backends.protocol import CastRequest, KnownAmax, La
 from megatron_lowprec.linear.layer_tensors import in_memory
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
-from megatron_lowprec.quantization.quantizer import mx_rule, quantize_by_reference
+from megatron_lowprec.quantization.quantizer import mx_rule
 from megatron_lowprec.quantization.random_stream import NO_DRAWS, RngStep
-from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.recipe.schema import QuantSpec
 
 _Sides = tuple[tuple[QuantizedTensor, bool], tuple[QuantizedTensor, bool]]
@@ -193,29 +190,28 @@ class BlackwellMxGemms(EmulatedGemms):
         product: Callable[..., torch.Tensor],
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """The native product, compared with the emulated one; the latter if they differ."""
+        """The native product, of which tiles are compared with the model's; the emulated one if they differ."""
         total, (left, right) = options["accumulate_into"], operands
-        before = None if total is None else total.clone()
-        want = self._emulated(name, sides, options | {"accumulate_into": before})
-        spoilt = None if total is None else total.clone()  # by a wrong product
+        before = None if total is None or options["overwrite"] else total.clone()  # a wrong product may spoil it
         what = (
             f"{name} [{left.codes.shape[0]}, {right.codes.shape[0]}] over {left.columns} of {left.format.upper()} and "
             f"{right.format.upper()} on {arch_of(left.codes.device)}"
         )
+        got: torch.Tensor | None = None
         try:
-            got = product(left, right, **options | {"accumulate_into": spoilt})
+            got = product(left, right, **options)
         except torch.OutOfMemoryError:
             raise  # says nothing about the product
         except Exception as error:  # noqa: BLE001 - of torch, cuBLAS or Triton, whose errors have no common class
-            got, check = want, refused(what, error)
+            check = refused(what, error)
         else:
-            absolute = (_magnitudes(one) for one in operands)
-            magnitudes = reference.mx_gemm(*absolute, alpha=options["alpha"], out_dtype=torch.float32)
-            adds = total is not None and not options["overwrite"]
-            addend = float(total.abs().max()) if adds else 0.0
-            check = of_product(what, got, want, magnitudes, left.columns, addend)
-        chosen = got if CHECKS.record(key, check) else want
-        return chosen if total is None else total.copy_(chosen)
+            added = None if before is None else sampled_product(before)
+            check = product_check(what, got, operands, options["alpha"], added)
+        if CHECKS.record(key, check) and got is not None:
+            return got
+        if before is not None:
+            total.copy_(before)
+        return self._emulated(name, sides, options)
 
     def _square(
         self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep, request: CastRequest
@@ -303,16 +299,16 @@ class BlackwellMxGemms(EmulatedGemms):
     def _check_operand(
         self, name: str, tensor: str, last: torch.Tensor, spec: QuantSpec, rng_step: RngStep, operand: MxOperand
     ) -> Check:
-        what = f"{name}'s {tensor} {tuple(last.shape)}"
-        check, found, transform = Check(what, 0.0), reference.values(operand), self.transform(name, rng_step)
-        if self.reduction(name, tensor) is None:
-            arguments = self._arguments(name, tensor, spec, rng_step)
-            want = quantize_by_reference(last, spec, transform=transform, dequantize=True, **arguments).data
-            check = of_operand(what, found.to(want.dtype), want)
-        if not check.fault and spec.rounding == "stochastic" and spec.scale.four_over_six is None:
-            exact = last.float() if transform is None else transform.apply(last)
-            check = of_frequencies(what, found, *_in_steps(operand, spec, exact), spec.random_bits)
-        return check
+        return operand_check(
+            f"{name}'s {tensor} {tuple(last.shape)}",
+            operand,
+            last,
+            spec,
+            self.rounding[name, tensor].at(rng_step),
+            self.transform(name, rng_step),
+            self._known_amax(tensor, spec),
+            shares_amax=self.reduction(name, tensor) is not None,
+        )
 
     def _emulated(self, name: str, sides: _Sides, options: dict[str, Any]) -> torch.Tensor:
         """The emulated product of operands of either backend."""
@@ -336,21 +332,3 @@ def _as_square(spec: QuantSpec) -> bool:
     """Whether ``_square`` takes an operand, but for its matrix."""
     square = spec.block is not None and spec.block[0] == spec.block[1] > 1
     return square and spec.source == "original" and spec.scaling == "current"
-
-
-def _magnitudes(operand: MxOperand) -> MxOperand:
-    signs = 0x77 if operand.format == "e2m1" else 0x7F
-    return operand._replace(codes=operand.codes & signs)
-
-
-def _in_steps(operand: MxOperand, spec: QuantSpec, exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries in units of their decoded codes, and the steps of the grid there; 0 for entries that may saturate."""
-    fmt, rows, blocks = FORMATS[spec.format], len(exact), -(-operand.columns // operand.block)
-    scales = as_numbers(from_tiles(operand.scales, rows, blocks), spec.scale_format)
-    scale = scales.repeat_interleave(operand.block, 1)[:, : operand.columns]
-    exact = exact[:, : operand.columns] * spec.headroom
-    exact = exact if operand.tensor_scale is None else exact / operand.tensor_scale
-    scaled = (exact / scale).abs().nan_to_num(nan=torch.inf)
-    exponent = torch.frexp(scaled.clamp(max=fmt.max)).exponent - 1
-    step = torch.exp2((exponent.clamp(min=fmt.min_exponent) - fmt.mantissa_bits).float())
-    return exact, torch.where(scaled <= fmt.max / 1.5, step * scale, 0.0)

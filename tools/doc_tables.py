@@ -11,6 +11,7 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     execution RECIPE ...           native or emulated on each kind of device, for sizes that native GEMMs support
     patches                        what mcore/patches.py binds again in Megatron-core
     megatron_flags                 the answer to each flag of Megatron-LM's releases
+    options GROUP                  the options of a class, as they are declared
     transformer_engine             how each recipe runs in TransformerEngine, or why not
     experiment FILE TABLE COLUMN ...  a table of tools/numerics.py, by the JSON file's keys; all columns without names
     quality FILE                   the main table of tools/report.py on an archive of runs, of all groups
@@ -58,9 +59,11 @@ from megatron_lowprec.shipped import find, names_in
 from megatron_lowprec.te.factory import own_flags, why_no_factory
 from megatron_lowprec.te.translation import KINDS, builtin_kind, by_place_or_time, why_not
 from megatron_lowprec.text_tables import markdown_table
-from megatron_lowprec.training.config.arguments import build_parser, choices_of_flags
+from megatron_lowprec.training.config.arguments import build_parser, choices_of_flags, flag
 from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS, fp8_reason
 from megatron_lowprec.training.config.megatron_flags import Answer, answer, answers, megatron_flags
+from megatron_lowprec.training.config.options import GROUPS, OPTIONS, Config, options_in
+from megatron_lowprec.training.options.declaration import Part
 from tools.plot_growth import windows
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -309,7 +312,7 @@ def _patches(page: Path) -> Iterator[Row]:
 def _megatron_flags(page: Path) -> Iterator[Row]:
     yield "flag", "releases", "answer", "meaning or reason"
     ours = choices_of_flags(build_parser())
-    for name, flag in megatron_flags().items():
+    for name, theirs in megatron_flags().items():
         option = name[2:].replace("-", "_")
         values = {key.partition("=")[2]: found for key, found in answers().items() if key.startswith(f"{name}=")}
         if option in FP8_FLAGS:
@@ -322,7 +325,21 @@ def _megatron_flags(page: Path) -> Iterator[Row]:
             assert found is not None, f"{name} has no answer in megatron_answers.yaml"
             kind, text = found.kind, _text(found)
         others = (f"{'others' if key == '*' else f'`{key}`'}: {_text(each)}" for key, each in values.items())
-        yield f"`{name}`", " ".join(flag.releases), kind, "; ".join(part for part in (text, *others) if part)
+        yield f"`{name}`", " ".join(theirs.releases), kind, "; ".join(part for part in (text, *others) if part)
+
+
+def _options(page: Path, group: str) -> Iterator[Row]:
+    yield "option", "default", "meaning", "another value when a run resumes"
+    (found,) = (each for each in GROUPS if each.__name__ == group)
+    for name in options_in(*Part, groups=(found,)):
+        option, default = OPTIONS[name], getattr(Config(), name)
+        bounds = {"at least": option.least, "at most": option.most}
+        limits = [f"{word} {limit:g}" for word, limit in bounds.items() if limit is not None]
+        shown = "" if default is None or default == [] else f"`{str(default).lower() if default is False else default}`"
+        assert option.part is not None
+        resume = "refused without --no-load-optim" if option.optimizer_state else option.part.value
+        if not option.hidden:
+            yield f"`{flag(name)}`", shown, "; ".join([option.help, *limits]), resume
 
 
 def _text(found: Answer) -> str:
@@ -469,6 +486,7 @@ _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "state": _state,
     "differences": _differences,
     "execution": _execution,
+    "options": _options,
     "patches": _patches,
     "megatron_flags": _megatron_flags,
     "transformer_engine": _transformer_engine,

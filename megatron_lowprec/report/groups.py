@@ -16,31 +16,20 @@ from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.training.config.arguments import KINDS, checked_options
-from megatron_lowprec.training.config.no_effect import NO_EFFECT
-from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.options import NO_EFFECT, Config, options_with
 from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.models.sizes import num_non_embedding_parameters
 from megatron_lowprec.training.schedule import Schedule, plan
 
 # Options that a report compares or shows otherwise. Runs that differ in any other option are in different groups.
-_IGNORED = NO_EFFECT | {
-    *("recipe", "recipe_override", "seed", "transformer_impl", "no_gradient_accumulation_fusion"),
-    *("finetune", "pretrained_checkpoint"),  # initial_weights has what they name
-}
+_IGNORED = NO_EFFECT.union(options_with(grouped=False))
 _DEFAULTS: Mapping[str, Any] = vars(Config())
 _SCHEDULE = "schedule."  # prefix of the schedule's fields among options
 _EARLIER = "earlier options"  # of a run that resumed with others
 _WEIGHTS = "initial weights"  # of a run that began with a checkpoint's
 
 # Ignored options that nevertheless determine initial weights and dropout, because Megatron offsets its seed by rank.
-_INITIALIZATION = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "num_virtual_stages_per_pipeline_rank": None,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "expert_model_parallel_size": 1,
-    "transformer_impl": "local",
-}
+_INITIALIZATION = options_with(draws=True)
 
 
 @dataclass(frozen=True)
@@ -137,8 +126,10 @@ class Group:
                 [run.options for run in self.of(label) if run.seed == seed and run.curve is not None]
                 for label in (left, right)
             ]
-            for name, default in _INITIALIZATION.items():
-                values = [list(dict.fromkeys(str(each.get(name, default)) for each in runs)) for runs in options]
+            for name in _INITIALIZATION:
+                values = [
+                    list(dict.fromkeys(str(each.get(name, _DEFAULTS[name])) for each in runs)) for runs in options
+                ]
                 if values[0] != values[1]:
                     theirs = " and ".join(f"{' or '.join(v)} ({side})" for v, side in zip(values, (left, right)))
                     return (

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import atomic_write, read_json
 from megatron_lowprec.recipe.parsing import in_current_form
-from megatron_lowprec.sweep.jobs import Job
+from megatron_lowprec.sweep.jobs import NOT_THE_RUN, Job
 from megatron_lowprec.training.distributed import process_lock
 from megatron_lowprec.training.distributed.process_lock import Holder, ProcessLock
 
@@ -159,9 +159,14 @@ def differences(record: Record, job: Job) -> list[str]:
 
 
 def _today(resolved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``resolved`` of an older version; missing fields take their defaults."""
+    """``resolved`` of an older version, with the options that count today; missing fields take their defaults."""
+    options = {name: value for name, value in resolved.get("options", {}).items() if name not in NOT_THE_RUN}
     recipe = in_current_form(resolved.get("recipe", {}))
-    return {**resolved, "recipe": {name: value for name, value in recipe.items() if name not in ("summary", "source")}}
+    return {
+        **resolved,
+        "options": options,
+        "recipe": {name: value for name, value in recipe.items() if name not in ("summary", "source")},
+    }
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

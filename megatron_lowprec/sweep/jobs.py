@@ -21,10 +21,11 @@ from megatron_lowprec.sweep.spec import LABEL, ModelChoice, Options, RecipeChoic
 from megatron_lowprec.training.checkpoint.storage import TRACKER
 from megatron_lowprec.training.config.arguments import KINDS, flag, parse, rivals_of
 from megatron_lowprec.training.config.fields import require
-from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.options import Config, options_in
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
 from megatron_lowprec.training.data.blend import all_paths
 from megatron_lowprec.training.models.sizes import linear_sites, tensor_ranks
+from megatron_lowprec.training.options.declaration import Part
 
 MANIFEST = "sweep.json"
 DRIVER = ("-m", "megatron_lowprec.training.driver")
@@ -33,22 +34,8 @@ EVALUATE = ("-m", "megatron_lowprec", "eval")
 EVALUATION = "evaluation.json"
 """File in a job's folder: the scores of its last checkpoint, as megatron-lowprec eval writes them."""
 
-# Options for a run's file locations, logging and pauses: changing them does not make it another run.
-_NOT_THE_RUN = {
-    *("config", "save", "load", "tensorboard_dir", "data_cache_path", "num_workers"),
-    *(
-        "log_interval",
-        "log_quantization_interval",
-        "log_quantization_also",
-        "capture_step",
-        "capture_layers",
-        "save_interval",
-    ),
-    *("exit_interval", "exit_duration_in_mins", "exit_signal_handler"),
-    *("wandb_project", "wandb_exp_name", "wandb_save_dir", "distributed_timeout_minutes", "no_memory_check"),
-    *("profile", "profile_step_start", "profile_step_end"),
-    *("recipe", "recipe_override"),  # the resolved recipe is compared instead
-}
+# Changing them does not make it another run. The resolved recipe is compared in place of its options.
+NOT_THE_RUN = frozenset(options_in(Part.OUTPUT, Part.RECIPE))
 
 
 @dataclass(frozen=True)
@@ -248,7 +235,7 @@ def flags(options: Options) -> list[str]:
 def _resolved(config: Config, recipe: Recipe, processes: int) -> dict[str, Any]:
     defaults = asdict(Config())
     options = {
-        name: value for name, value in asdict(config).items() if name not in _NOT_THE_RUN and value != defaults[name]
+        name: value for name, value in asdict(config).items() if name not in NOT_THE_RUN and value != defaults[name]
     }
     content = {name: value for name, value in recipe_to_dict(recipe).items() if name not in ("summary", "source")}
     return {"options": options, "recipe": content, "processes": processes}

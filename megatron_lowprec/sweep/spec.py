@@ -36,6 +36,7 @@ from megatron_lowprec.training.config.arguments import (
     without_rivals,
 )
 from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS
+from megatron_lowprec.training.config.options import OPTIONS
 
 Options = dict[str, Any]
 """Names of ``Config``'s fields -> values."""
@@ -53,14 +54,7 @@ _SBATCH_NAME = re.compile(r"[a-z][a-z0-9-]*")
 _ENDS_A_DIRECTIVE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\"'\\`]")
 # Options that the sweep sets for each job, and the key that sets them.
 _OWN = {
-    "config": "models:",
-    "recipe": "recipes:",
-    "recipe_override": "recipes: {label, recipe, recipe_override}",
-    "seed": "seeds:",
-    "save": "--out",
-    "load": "--out",
-    "tensorboard_dir": "--out",
-    **dict.fromkeys(("list_recipes", "explain_recipe", "memory_plan", "device"), "pretrain_gpt.py itself"),
+    **{name: option.sweep for name, option in OPTIONS.items() if option.sweep},
     **dict.fromkeys(FP8_FLAGS, "recipes:"),
 }
 

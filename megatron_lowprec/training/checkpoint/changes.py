@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import same_numerics
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.checkpoint.resume import Saved, differing, earlier_values
-from megatron_lowprec.training.config.no_effect import NO_EFFECT
-from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.options import NO_EFFECT, OPTIONS, Config, options_in, options_with
 from megatron_lowprec.training.config.phase_options import phase_iters
 from megatron_lowprec.training.models.sizes import has_experts
+from megatron_lowprec.training.options.declaration import Part
 from megatron_lowprec.training.schedule import Schedule
 
-# Options that may change an update and are not recorded as options: by why that is.
-_ELSEWHERE = {
-    "recorded as recipes": ("recipe", "recipe_override"),
-    "recorded as fields of the schedule": (
-        *("train_iters", "train_samples", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples"),
-        *("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_init"),
-        *("lr_wsd_decay_style", "lr_wsd_decay_iters"),
-        *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
-    ),
-    "recorded in samples": ("data_phase_switch",),
-    "of the first step": (
-        *("init_method_std", "position_embedding_init_std", "use_cpu_initialization", "calibrate_amax"),
-        *("finetune", "pretrained_checkpoint"),
-    ),
-    "of evaluations": ("eval_iters", "valid_data_path"),
-    "compared by the tokenizer's content and the vocabulary's padding": (
-        *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
-        "make_vocab_size_divisible_by",
-    ),
-}
-NOT_RECORDED = NO_EFFECT.union(*_ELSEWHERE.values())
-_RECORDED = [field.name for field in fields(Config) if field.name not in NOT_RECORDED]
-# Options that determine the sample at each position.
-_DATA = ("data_path", "train_data_path", "data_phase_path", "mock_data", "sft", "split", "seq_length")
-# Options with a line of their own in the log.
-_NOTED = ("seed", "data_phase_switch_samples", "transformer_impl")
+# Of them nothing is recorded among the options: recipes and the schedule have records of their own.
+_ELSEWHERE = (Part.RECIPE, Part.SCHEDULE, Part.START, Part.EVALUATION, Part.TOKENIZER)
+NOT_RECORDED = NO_EFFECT.union(options_in(*_ELSEWHERE))
+_RECORDED = [name for name in OPTIONS if name not in NOT_RECORDED]
+_NOTED = options_with(own_note=True)
+# They determine the sample at each position.
+_DATA = [name for name in options_in(Part.DATA) if name not in _NOTED]
 
 
 def earlier_options(saved: Saved, config: Config, schedule: Schedule) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,20 @@ from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.checkpoint import storage
 from megatron_lowprec.training.checkpoint.resume import CONFIG, Saved, find_checkpoint, read
 from megatron_lowprec.training.checkpoint.safe_load import Damaged
-from megatron_lowprec.training.config.options import Config, ModelOptions
+from megatron_lowprec.training.config.options import Config, options_in, options_with
 from megatron_lowprec.training.config.phase_options import phase_iters
 from megatron_lowprec.training.config.resolve import resolve_run
 from megatron_lowprec.training.models.deepseek.options import LatentAttentionOptions
 from megatron_lowprec.training.models.moe.options import MoeOptions
+from megatron_lowprec.training.options.declaration import Part
+from megatron_lowprec.training.options.model_options import ModelOptions, RopeOptions
 
 # Options of the model, of its text and of its arithmetic. A run's other options are no part of it, however it began.
 _KEPT = (
-    *(option.name for group in (ModelOptions, MoeOptions, LatentAttentionOptions) for option in fields(group)),
-    *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "make_vocab_size_divisible_by"),
-    *("bf16", "seed", "emulate", "native", "emulate_accumulator", "no_amax_reduce", "no_lowprec_linears"),
-    "deterministic_mode",
+    *options_in(*Part, groups=(ModelOptions, RopeOptions, MoeOptions, LatentAttentionOptions)),
+    *options_in(Part.TOKENIZER),
+    *options_with(inference=True),
 )
-# Required of every run, or of other layouts than one process.
-_PLAIN: Mapping[str, Any] = {
-    "micro_batch_size": 1,
-    "train_iters": 1,
-    "lr": 0.0,
-    "mock_data": True,
-    "moe_fp8_dispatch": False,
-}
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,9 @@ def at_iteration(found: Saved, iteration: int | None) -> Saved:
 
 def plain(config: Config) -> Config:
     """The model's options for one process, without data."""
-    return Config(**{**{name: getattr(config, name) for name in _KEPT}, **_PLAIN})
+    kept = Config(**{name: getattr(config, name) for name in _KEPT})
+    # Required of every run, or of other layouts than one process.
+    return replace(kept, micro_batch_size=1, train_iters=1, lr=0.0, mock_data=True, moe_fp8_dispatch=False)
 
 
 def model_options(found: Saved) -> Config:

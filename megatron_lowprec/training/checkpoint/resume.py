@@ -12,39 +12,17 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import overridden, recipe_from_dict, recipe_to_dict, same_numerics
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.checkpoint import checksums, safe_load, storage
-from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.options import OPTIONS, Config, options_in, options_with, unmet
 from megatron_lowprec.training.config.paths import same_folder
 from megatron_lowprec.training.config.run_config import read_run_config
 from megatron_lowprec.training.data.tokenizer import Tokenizer
-from megatron_lowprec.training.models.architectures import ARCHITECTURES, architecture_of
-from megatron_lowprec.training.models.common.rope import FUNCTION_OPTIONS as ROPE_OPTIONS
+from megatron_lowprec.training.models.architectures import option_groups
 from megatron_lowprec.training.models.sizes import has_experts
+from megatron_lowprec.training.options.declaration import Part
 from megatron_lowprec.training.schedule import Schedule
 
 CONFIG = "config.yaml"
 
-# Options that determine a checkpoint's tensors.
-_SHAPE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "position_embedding_type",
-    "max_position_embeddings",
-    "normalization",
-    "swiglu",
-    "disable_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "untie_embeddings_and_output_weights",
-    *(name for architecture in ARCHITECTURES for name in architecture.shape_options),
-)
-# Options that change the function computed from the same tensors. Older checkpoints may lack one: it is not checked.
-_FUNCTION = ("squared_relu", "norm_epsilon")
-# Options besides the model's that determine the optimizer's tensors.
-_OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
 _DEFAULTS = Config()
 
 
@@ -121,7 +99,7 @@ def start_of(options: Mapping[str, Any]) -> dict[str, Any]:
     with the one in --save.
     """
     load, save = options.get("load"), options.get("save")
-    flags = {name: options.get(name) for name in ("ckpt_step", "finetune", "no_load_optim", "no_load_rng")}
+    flags = {name: options.get(name) for name in options_with(begins=True)}
     flags = {name: value for name, value in flags.items() if value is not None and value is not False}
     if load is None or (not flags and same_folder(load, save)):
         return {}
@@ -248,10 +226,10 @@ def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
             f"checkpoint {saved.folder} holds only weights, from {saved.content['weights_only']}: add --finetune"
         )
     options = saved.content["options"]
-    names = [*_FUNCTION]
-    names += ROPE_OPTIONS if config.position_embedding_type == "rope" else ()
-    names += architecture_of(config).function_options
-    others = differing(options, config, [*_SHAPE, *(name for name in names if name in options)])
+    names = options_in(Part.FUNCTION, groups=option_groups(config))
+    # Older checkpoints may lack one: it is not compared.
+    read = [name for name in names if name in options and not unmet(config, OPTIONS[name].read_with)]
+    others = differing(options, config, [*options_in(Part.SHAPE), *read])
     if saved.content["padded_vocab_size"] != padded_vocab_size:
         others.append(f"padded vocabulary {padded_vocab_size} (checkpoint: {saved.content['padded_vocab_size']})")
     if others:
@@ -306,7 +284,7 @@ def check_optimizer(saved: Saved, config: Config) -> None:
             f"checkpoint {saved.folder} was saved with --no-save-optim: add --no-load-optim to go on with the weights "
             "only, or --finetune to begin a run with them"
         )
-    others = differing(saved.content["options"], config, _OPTIMIZER)
+    others = differing(saved.content["options"], config, options_with(optimizer_state=True))
     if others:
         raise UserError(
             f"checkpoint {saved.folder} holds another optimizer's state: {', '.join(others)}; "

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-_FLAGS = {
-    "vocab_file": "vocab.json",
-    "merge_file": "merges.txt",
-    "tokenizer_model": "tokenizer.json or tokenizer.model",
-}
+from megatron_lowprec.training.config.arguments import flag
+from megatron_lowprec.training.config.options import OPTIONS, options_with
+
+_FLAGS = options_with(path="tokenizer")
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     """Adds ``--vocab-file``, ``--merge-file`` and ``--tokenizer-model``."""
-    for name, file in _FLAGS.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", metavar="FILE", help=f"new path of its {file}, if it has moved"
-        )
+    for name in _FLAGS:
+        parser.add_argument(flag(name), metavar="FILE", help=f"{OPTIONS[name].help}: its new path, if it has moved")
 
 
 def moved_tokenizer(args: argparse.Namespace) -> dict[str, str]:

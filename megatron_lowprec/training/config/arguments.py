@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -15,18 +15,13 @@ from megatron_lowprec.recipe.yaml_text import read_yaml_file
 from megatron_lowprec.shipped import find, shipped_like
 from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS, refused_fp8_flags, translate_fp8_flags
 from megatron_lowprec.training.config.megatron_flags import Translated, explain, megatron_flags, translate
-from megatron_lowprec.training.config.options import GROUPS, Config
+from megatron_lowprec.training.config.options import GROUPS, OPTIONS, Config, options_in
+from megatron_lowprec.training.options.declaration import Part
+from megatron_lowprec.training.options.model_options import ModelOptions
 
 DEFAULT_CONFIG = "configs/models/gpt_tiny.yaml"
-_HIDDEN = {"no_lowprec_linears"}
-# old name -> new name; accepted for one release, with a log line
-RENAMED = {
-    "recipe_set": "recipe_override",
-    "fill_amax_histories": "calibrate_amax",
-    "same_noise_on_data_parallel": "share_rng_across_dp",
-    "stock_linears": "no_lowprec_linears",
-}
-_MODEL_FIELDS = ("num_layers", "hidden_size", "num_attention_heads")
+RENAMED = {option.was: name for name, option in OPTIONS.items() if option.was}
+"""Former name -> name."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +76,9 @@ def build_parser(problems: list[str] | None = None) -> argparse.ArgumentParser:
     for options in GROUPS:
         group = parser.add_argument_group((options.__doc__ or "").strip())
         for option in fields(options):
-            _add_flag(group, option.name, option.metadata["help"], problems)
-    for old in RENAMED:
-        _add_flag(parser, old, argparse.SUPPRESS, problems)
+            _add_flag(group, option.name, option.name, problems)
+    for old, new in RENAMED.items():
+        _add_flag(parser, old, new, problems)
     fp8 = parser.add_argument_group(
         "Megatron's FP8 flags: the layers kept in bf16 mean what they mean there; else use --recipe"
     )
@@ -95,16 +90,17 @@ def build_parser(problems: list[str] | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_flag(group: argparse._ActionsContainer, name: str, help: str, problems: list[str] | None) -> None:
-    kind = KINDS[RENAMED.get(name, name)]
-    text = argparse.SUPPRESS if name in _HIDDEN or help == argparse.SUPPRESS else help.replace("%", "%%")
+def _add_flag(group: argparse._ActionsContainer, name: str, option: str, problems: list[str] | None) -> None:
+    """``name`` is the option's, or its former one, which --help leaves out."""
+    kind, declared = KINDS[option], OPTIONS[option]
+    text = argparse.SUPPRESS if declared.hidden or name != option else declared.help.replace("%", "%%")
     convert = _converter(name, kind, problems)
     if kind.element is bool:
         group.add_argument(flag(name), action="store_true", help=text)
         if not name.startswith(("no_", "disable_")):
             # YAML may have switched it on.
             group.add_argument(flag("no_" + name), dest=name, action="store_false", help=argparse.SUPPRESS)
-    elif RENAMED.get(name, name) == "recipe_override":
+    elif option == "recipe_override":
         group.add_argument(flag(name), action="append", metavar="KEY=VALUE", help=text)
     elif kind.is_list:
         group.add_argument(flag(name), nargs="+", type=convert, help=text)
@@ -149,7 +145,8 @@ def parse(argv: Sequence[str]) -> tuple[Config, frozenset[str], list[str]]:
     asked, namespace = _flags(argv)
     notes = asked.notes()
     given = current_names("the command line", namespace, notes)
-    if "config" not in given and not any(name in given for name in _MODEL_FIELDS) and not given.get("list_recipes"):
+    sizes = [name for name in options_in(Part.SHAPE, groups=(ModelOptions,)) if OPTIONS[name].required]
+    if "config" not in given and not any(name in given for name in sizes) and not given.get("list_recipes"):
         given["config"] = DEFAULT_CONFIG
         notes.append(f"no --config and no model sizes were given: using {DEFAULT_CONFIG}")
     from_yaml: dict[str, Any] = {}
@@ -207,19 +204,17 @@ def _flags(argv: Sequence[str]) -> tuple[Translated, dict[str, Any]]:
     return asked, vars(namespace)
 
 
+def _rivals() -> Iterator[tuple[frozenset[str], ...]]:
+    """The ways to set a quantity, each by its options, for every quantity that has several."""
+    ways: dict[str, dict[str, set[str]]] = {}
+    for name, option in OPTIONS.items():
+        quantity, _, way = option.one_of.partition("/")
+        ways.setdefault(quantity, {}).setdefault(way or name, set()).add(name)
+    return (tuple(map(frozenset, found.values())) for quantity, found in ways.items() if quantity)
+
+
 # Mutually exclusive options: the command line's replace the file's; two in one place are an error.
-_RIVALS: tuple[tuple[frozenset[str], ...], ...] = (
-    (frozenset({"train_iters"}), frozenset({"train_samples"})),
-    (frozenset({"lr_decay_iters"}), frozenset({"lr_decay_samples"})),
-    (frozenset({"lr_warmup_fraction"}), frozenset({"lr_warmup_iters"}), frozenset({"lr_warmup_samples"})),
-    (
-        frozenset({"data_path"}),
-        frozenset({"train_data_path", "valid_data_path", "test_data_path"}),
-        frozenset({"mock_data"}),
-    ),
-    (frozenset({"data_phase_switch"}), frozenset({"data_phase_switch_samples"})),
-    (frozenset({"num_layers_per_virtual_pipeline_stage"}), frozenset({"num_virtual_stages_per_pipeline_rank"})),
-)
+_RIVALS = tuple(_rivals())
 
 
 def without_rivals(

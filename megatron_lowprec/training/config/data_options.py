@@ -9,7 +9,7 @@ from typing import Any
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.shipped import find
 from megatron_lowprec.training.config.arguments import flag, required
-from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.options import Config, options_with
 from megatron_lowprec.training.data.blend import all_paths, check_split
 from megatron_lowprec.training.data.jsonl import SUFFIXES, is_text_file
 
@@ -33,25 +33,19 @@ def resolve_data(config: Config) -> Config:
         required(config, "tokenizer_model")
     else:
         required(config, "vocab_size")
-    for name in ("vocab_file", "merge_file", "tokenizer_model"):
+    for name in options_with(path="tokenizer"):
         value = getattr(config, name)
         if value is not None and not find(value).exists():  # the tokenizer finds it by the same name
             raise UserError(f"{flag(name)} {value}: no such file")
     paths: dict[str, Any] = {
         name: [str(find_data(item)) for item in value] if (value := getattr(config, name)) else None
-        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_phase_path")
+        for name in options_with(path="data")
     }
     return replace(config, data_cache_path=config.data_cache_path or DATA_CACHE, **paths)
 
 
 def _resolve_sft(config: Config) -> Config:
     """Average the loss over tokens: conversations differ in their share of answer tokens."""
-    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
-        if getattr(config, name):
-            raise UserError(
-                f"{flag(name)} is about several documents in a sample, and --sft puts one conversation into each, with "
-                "loss on its answers; leave one of the two out"
-            )
     if config.mock_data:
         raise UserError("--sft learns from conversations and --mock-data are none; leave one out")
     if config.tokenizer_type == "NullTokenizer":

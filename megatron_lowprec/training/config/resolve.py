@@ -16,18 +16,18 @@ from megatron_lowprec.te.translation import INSTALL
 from megatron_lowprec.training.config.arguments import flag, required
 from megatron_lowprec.training.config.data_options import resolve_data
 from megatron_lowprec.training.config.fields import check_divisible, require
-from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.options import OPTIONS, Config, options_with, unmet
 from megatron_lowprec.training.config.recipe_checks import check_saved_activations, check_stored_gradients
 from megatron_lowprec.training.data.blend import resolve_phase
-from megatron_lowprec.training.models.architectures import ARCHITECTURES, architecture_of
+from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.rampup import check_rampup, run_length
+
+_DEFAULTS = Config()
 
 
 def resolve_model(config: Config) -> Config:
     """Fill Megatron's defaults for derived sizes; check what does not depend on the world size."""
-    required(config, "num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "tensor_model_parallel_size"):
-        _positive(config, name)
+    required(config, *options_with(required=True))
     _in_bounds(config)
     if config.tensor_model_parallel_size == 1:
         config = replace(config, sequence_parallel=False)  # as Megatron-LM does
@@ -98,7 +98,6 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
             "--global-batch-size", require(config.global_batch_size), "the data-parallel size", data_parallel
         )
         config = replace(config, micro_batch_size=require(config.global_batch_size) // data_parallel)
-    _positive(config, "micro_batch_size")
     step = require(config.micro_batch_size) * data_parallel
     batch = config.global_batch_size or step
     if batch % step:
@@ -112,13 +111,6 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
     if (config.train_iters is None) == (config.train_samples is None):
         found = "missing" if config.train_iters is None else "given twice"
         raise UserError(f"the length of the run is {found}: give --train-iters or --train-samples")
-    _positive(config, "train_iters" if config.train_iters is not None else "train_samples")
-    for name in (
-        *("eval_interval", "log_interval", "log_quantization_interval", "save_interval", "exit_interval"),
-        *("keep_last", "max_skipped_steps"),
-    ):
-        if getattr(config, name) is not None:
-            _positive(config, name)
     config = replace(config, global_batch_size=batch)
     check_rampup(config, step)
     _check_interleaving(config, step)
@@ -175,86 +167,34 @@ def total_samples(config: Config) -> int:
     return config.train_samples or require(config.train_iters) * require(config.global_batch_size)
 
 
-def _positive(config: Config, name: str) -> None:
-    if getattr(config, name) < 1:
-        raise UserError(f"{flag(name)} {getattr(config, name)}: wants at least 1")
-
-
-_BOUNDS: dict[str, tuple[float | None, float | None]] = {
-    "eval_iters": (0, None),
-    "seed": (0, None),
-    "num_workers": (0, None),
-    "lr": (0, None),
-    "min_lr": (0, None),
-    "weight_decay": (0, None),
-    "lr_warmup_fraction": (0, 1),
-    "lr_warmup_iters": (0, None),
-    "lr_warmup_samples": (0, None),
-    "lr_warmup_init": (0, None),
-    "clip_grad": (0, None),
-    "adam_beta1": (0, 1),
-    "adam_beta2": (0, 1),
-    "adam_eps": (0, None),
-    "hidden_dropout": (0, 1),
-    "attention_dropout": (0, 1),
-    "init_method_std": (0, None),
-    "position_embedding_init_std": (0, None),
-    "norm_epsilon": (0, None),
-    "rotary_percent": (0, 1),
-    "rope_scaling_factor": (1, None),
-    "rotary_scaling_factor": (1, None),
-    "yarn_original_max_position_embeddings": (1, None),
-    "num_query_groups": (1, None),
-    "memory_plan_gpus": (1, None),
-    "manual_gc_interval": (0, None),
-    "make_vocab_size_divisible_by": (1, None),
-    "global_batch_size": (1, None),
-    "recipe_phase_iters": (1, None),
-    **{name: bounds for architecture in ARCHITECTURES for name, bounds in architecture.bounds.items()},
-}
-
-
 def _in_bounds(config: Config) -> None:
     """Reject numbers outside their valid range, including NaN."""
-    for name, (least, most) in _BOUNDS.items():
-        value = getattr(config, name)
-        if value is not None and not (least <= value and (most is None or value <= most)):
+    for name, option in OPTIONS.items():
+        least, most, value = option.least, option.most, getattr(config, name)
+        if least is not None and value is not None and not (least <= value and (most is None or value <= most)):
             wanted = f"at least {least}" if most is None else f"between {least} and {most}"
-            raise UserError(f"--{name.replace('_', '-')} {value}: wants {wanted}")
-
-
-# Flags that have an effect only with another one.
-_PART_OF = {
-    "log_quantization_interval": ("log_quantization_also",),
-    "capture_step": ("capture_layers",),
-    "capture_layers": ("capture_step",),
-    "memory_plan": ("memory_plan_gpus",),
-    "manual_gc": ("manual_gc_interval", "no_manual_gc_eval"),
-    "wandb_project": ("wandb_entity",),
-    "sequence_parallel": ("fp8_sequence_parallel_gather",),
-    **{name: parts for architecture in ARCHITECTURES for name, parts in architecture.dependent_options.items()},
-}
+            raise UserError(f"{flag(name)} {value}: wants {wanted}")
 
 
 def _no_idle_flags(config: Config) -> None:
     """Reject options that would be ignored silently."""
-    for whole, parts in _PART_OF.items():
-        for part in parts:
-            value = getattr(config, part)
-            if not getattr(config, whole) and value != getattr(Config(), part):
-                raise UserError(f"{flag(part)} {value} does nothing without {flag(whole)}; add that, or leave it out")
+    for name, option in OPTIONS.items():
+        value = getattr(config, name)
+        lacking = value != getattr(_DEFAULTS, name) and unmet(config, option.needs)
+        if not lacking:
+            continue
+        whole, _, values = lacking.partition("=")
+        shown = flag(name) if value is True else f"{flag(name)} {value}"
+        if values:
+            needed = f"{flag(whole)} {values.replace('|', ' or ')}"
+            how = f"excludes {flag(whole)}" if values == "False" else f"is for {needed}"
+            raise UserError(f"{shown} {how}; leave one of the two out")
+        raise UserError(f"{shown} does nothing without {flag(whole)}; add that, or leave it out")
 
 
 def _check_parallelism(config: Config, world_size: int) -> None:
     tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     context = config.context_parallel_size
-    for name in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-    ):
-        _positive(config, name)
     if context > 1:
         if config.transformer_impl == "local":
             raise UserError(
@@ -294,32 +234,12 @@ def _check_implementation(config: Config, gpus: bool) -> None:
             raise UserError(f"--fp8-param-gather needs {' and '.join(missing)} as well")
     if config.transformer_impl == "local":
         return
-    ours: dict[str, Any] = {
-        "no_lowprec_linears": False,
-        "attention_backend": "auto",
-        "rerun_in_bf16": [],
-        "no_amax_reduce": False,
-        "share_rng_across_dp": False,
-        "emulate_accumulator": False,
-        "fp8_sequence_parallel_gather": False,
-        "moe_grouped_gemm": False,
-        "moe_fp8_dispatch": False,
-        "reset_attention_mask": False,
-    }
-    for name, wanted in ours.items():
-        if getattr(config, name) != wanted:
-            raise UserError(f"{flag(name)} is for --transformer-impl local; leave one of the two out")
     if not gpus:
         raise UserError("--transformer-impl transformer_engine needs GPUs, and torch sees none; leave it out")
 
 
 def _check_features(config: Config, gpus: bool) -> None:
     _check_implementation(config, gpus)
-    if config.log_quantization_interval is not None and config.transformer_impl != "local":
-        raise UserError(
-            "--log-quantization-interval measures this project's layers, not at --transformer-impl "
-            f"{config.transformer_impl}'s; leave one of the two out"
-        )
     _check_capture_step(config)
     _check_profile(config)
     if config.overlap_param_gather and not (config.use_distributed_optimizer and config.overlap_grad_reduce):
@@ -363,10 +283,6 @@ def _check_capture_step(config: Config) -> None:
                 f"--capture-step {step} is no iteration of this run, which has 1 to {config.train_iters}; name one of "
                 "them"
             )
-    idle = {"transformer_impl": "local", "no_lowprec_linears": False}
-    for name, wanted in idle.items():
-        if config.capture_step and getattr(config, name) != wanted:
-            raise UserError(f"--capture-step captures this project's layers; leave it or {flag(name)} out")
     if config.capture_step and config.fp8_param_gather:
         raise UserError(
             "--capture-step writes unquantized weights, and with --fp8-param-gather (or a recipe's fp8_weights) no "

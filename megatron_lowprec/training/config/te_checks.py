@@ -23,8 +23,6 @@ def check(config: Config, recipe: Recipe) -> TEConfig:
             stage has.
     """
     found = te_config(recipe)
-    if config.recompute_gelu:
-        raise UserError("--recompute-gelu is of this project's layers; leave it out, or use --transformer-impl local")
     if found.kind is None:
         if config.fp8_param_gather:
             raise UserError(f"--fp8-param-gather needs an FP8 recipe, not --recipe {recipe.name}; leave it out")

@@ -15,12 +15,13 @@ from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.training.checkpoint import resume, safe_load, storage
 from megatron_lowprec.training.checkpoint.loader import plain
 from megatron_lowprec.training.checkpoint.save_lock import SaveLock
-from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.options import Config, options_in
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.convert.names import Weights, canonical, is_weight
 from megatron_lowprec.training.data.tokenizer import Tokenizer
 from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.models.architectures import model_options
+from megatron_lowprec.training.options.declaration import Part
 from megatron_lowprec.training.schedule import plan
 
 
@@ -126,19 +127,8 @@ def _fill(gpt: torch.nn.Module, weights: Weights) -> None:
         raise UserError(f"weights without a place in this model: {', '.join(sorted(found.unexpected_keys)[:5])}")
 
 
-_BESIDE_THE_MODEL = (
-    "bf16",
-    "tokenizer_type",
-    "tokenizer_model",
-    "vocab_file",
-    "merge_file",
-    "vocab_size",
-    "make_vocab_size_divisible_by",
-)
-
-
 def _model_yaml(config: Config, source: str) -> str:
-    names = [*model_options(config), *_BESIDE_THE_MODEL]
+    names = [*model_options(config), "bf16", *options_in(Part.TOKENIZER)]
     values: dict[str, Any] = {name.replace("_", "-"): getattr(config, name) for name in names}
     if not config.group_query_attention:
         del values["num-query-groups"]

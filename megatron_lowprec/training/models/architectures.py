@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
-from megatron_lowprec.training.config.options import Config, ModelOptions
+from megatron_lowprec.training.config.options import Config, options_in
 from megatron_lowprec.training.models.common.interface import Architecture
 from megatron_lowprec.training.models.deepseek.architecture import DEEPSEEK, LATENT
 from megatron_lowprec.training.models.gpt2.architecture import GPT2
 from megatron_lowprec.training.models.llama.architecture import LLAMA, RELATIVES
 from megatron_lowprec.training.models.moe.architecture import MOE
+from megatron_lowprec.training.options.declaration import Group, Part
+from megatron_lowprec.training.options.model_options import ModelOptions, RopeOptions
 
 ARCHITECTURES: tuple[Architecture, ...] = (DEEPSEEK, LATENT, MOE, LLAMA, *RELATIVES, GPT2)
 """The first architecture that a configuration selects is used; the last one matches any."""
@@ -20,11 +20,12 @@ def architecture_of(config: Config) -> Architecture:
     return next(architecture for architecture in ARCHITECTURES if architecture.selected(config))
 
 
-_IMPLEMENTATION = ("transformer_impl", "attention_backend", "use_cpu_initialization")
+def option_groups(config: Config) -> tuple[type[Group], ...]:
+    """The groups of options that the model's architecture reads."""
+    return (ModelOptions, RopeOptions, *architecture_of(config).options)
 
 
 def model_options(config: Config) -> list[str]:
     """Names of the options that describe a model, independent of the layer implementation."""
-    architecture = architecture_of(config)
-    shared = [option.name for option in fields(ModelOptions) if option.name not in _IMPLEMENTATION]
-    return [*shared, *architecture.shape_options, *architecture.function_options]
+    of_architecture = options_in(Part.SHAPE, Part.FUNCTION, groups=architecture_of(config).options)
+    return [*options_in(*Part, groups=(ModelOptions, RopeOptions)), *of_architecture]

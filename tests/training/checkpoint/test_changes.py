@@ -13,8 +13,7 @@ from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.report import groups
 from megatron_lowprec.training.checkpoint import changes
 from megatron_lowprec.training.checkpoint.resume import Saved
-from megatron_lowprec.training.config.no_effect import NO_EFFECT
-from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.options import NO_EFFECT, Config
 from megatron_lowprec.training.config.phase_options import check_phase_iters, continued_phases, with_steps
 from megatron_lowprec.training.schedule import Schedule, plan
 

@@ -7,11 +7,12 @@ one by importing its module. Parts import neither torch nor Megatron at load tim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.options.declaration import Group
 
 if TYPE_CHECKING:
     import torch
@@ -175,10 +176,7 @@ class Architecture:
         also_read: forms of models of this architecture under another name; they are written as ``hugging_face``.
         block_spec: layer specs of a pipeline stage.
         plans_fp8_inputs: whether the memory plan counts one byte per value for inputs saved as FP8 codes.
-        shape_options: added options that determine a checkpoint's tensors.
-        function_options: added options that change the function computed from the same tensors.
-        dependent_options: option -> added options that have no effect without it.
-        bounds: added option -> its least and greatest value; None for no limit.
+        options: groups of options that it reads besides a dense model's.
     """
 
     name: str
@@ -189,7 +187,4 @@ class Architecture:
     also_read: tuple[HuggingFace, ...] = ()
     block_spec: Callable[[Config, TransformerConfig, int | None], TransformerBlockSubmodules] = gpt_block_spec
     plans_fp8_inputs: bool = True
-    shape_options: tuple[str, ...] = ()
-    function_options: tuple[str, ...] = ()
-    dependent_options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    bounds: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    options: tuple[type[Group], ...] = ()

@@ -9,11 +9,6 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.hf_options import rope_of
 
-FUNCTION_OPTIONS = (
-    *("rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor", "rope_type", "rotary_scaling_factor"),
-    *("yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
-)
-"""Options that change the function of a model with rope."""
 # Megatron-core has one choice of them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _YARN = {

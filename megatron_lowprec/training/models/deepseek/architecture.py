@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from megatron_lowprec.training.models.common import mlp
 from megatron_lowprec.training.models.common.interface import Architecture, HuggingFace
 from megatron_lowprec.training.models.deepseek import hf_config, hf_weights, latent_attention
 from megatron_lowprec.training.models.deepseek.options import LatentAttentionOptions
 from megatron_lowprec.training.models.moe.architecture import MOE
-
-_SIZES = tuple(option.name for option in fields(LatentAttentionOptions) if option.name != "multi_latent_attention")
 
 DEEPSEEK = Architecture(
     name="deepseek",
@@ -19,9 +15,7 @@ DEEPSEEK = Architecture(
     mlp=MOE.mlp,
     hugging_face=HuggingFace(hf_config, hf_weights),
     plans_fp8_inputs=False,
-    shape_options=("multi_latent_attention", *_SIZES, *MOE.shape_options),
-    function_options=MOE.function_options,
-    dependent_options={"multi_latent_attention": _SIZES},
+    options=(LatentAttentionOptions, *MOE.options),
 )
 
 LATENT = Architecture(
@@ -30,5 +24,5 @@ LATENT = Architecture(
     attention=latent_attention,
     mlp=mlp,
     plans_fp8_inputs=False,
-    shape_options=("multi_latent_attention", *_SIZES),
+    options=(LatentAttentionOptions,),
 )

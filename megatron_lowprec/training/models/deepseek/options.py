@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lowprec.training.config.fields import arg
+from megatron_lowprec.training.options.declaration import Group, Part, arg
 
 
 @dataclass(frozen=True)
-class LatentAttentionOptions:
+class LatentAttentionOptions(Group):
     """multi-latent attention"""
+
+    PART = Part.SHAPE
+    NEEDS = "multi_latent_attention"
 
     multi_latent_attention: bool = arg(
         False, "compute keys and values (and queries, with --q-lora-rank) from a narrow latent vector of each token"

@@ -1,0 +1,48 @@
+"""Options of optimizer and schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_lowprec.training.options.declaration import Group, Part, arg
+
+
+@dataclass(frozen=True)
+class OptimizerOptions(Group):
+    """optimizer and schedule"""
+
+    PART = Part.SCHEDULE
+
+    optimizer: Literal["adam"] = arg("adam", "AdamW", Part.UPDATE, optimizer_state=True)
+    lr: float | None = arg(None, "peak learning rate", least=0)
+    min_lr: float = arg(0.0, "learning rate at the end of the decay", least=0)
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = arg(
+        "linear", "shape of the decay"
+    )
+    lr_decay_iters: int | None = arg(None, "horizon of the learning rate; default --train-iters", one_of="lr horizon")
+    lr_decay_samples: int | None = arg(None, "the same in samples; default --train-samples", one_of="lr horizon")
+    lr_warmup_fraction: float | None = arg(None, "warm-up as a share of the horizon", least=0, most=1, one_of="warm-up")
+    lr_warmup_iters: int = arg(0, "warm-up in iterations", least=0, one_of="warm-up")
+    lr_warmup_samples: int = arg(0, "warm-up in samples", least=0, one_of="warm-up")
+    lr_warmup_init: float = arg(0.0, "learning rate that the warm-up starts from", least=0)
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = arg(
+        "exponential", "WSD's last phase"
+    )
+    lr_wsd_decay_iters: int | None = arg(None, "length of WSD's last phase")
+    weight_decay: float = arg(0.01, "decoupled weight decay", least=0)
+    start_weight_decay: float | None = arg(None, "weight decay at the start of --weight-decay-incr-style")
+    end_weight_decay: float | None = arg(None, "weight decay at the end of it")
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = arg(
+        "constant", "how weight decay grows over the run"
+    )
+    clip_grad: float = arg(1.0, "largest gradient norm; 0 for no clipping", Part.UPDATE, least=0)
+    adam_beta1: float = arg(0.9, "decay of the first moment", Part.UPDATE, least=0, most=1)
+    adam_beta2: float = arg(0.999, "decay of the second moment", Part.UPDATE, least=0, most=1)
+    adam_eps: float = arg(1e-8, "added to the root of the second moment", Part.UPDATE, least=0)
+    override_opt_param_scheduler: bool = arg(
+        False, "take the whole schedule from these options, not from the checkpoint", Part.RESUME
+    )
+    use_checkpoint_opt_param_scheduler: bool = arg(
+        False, "take the whole schedule from the checkpoint, flags notwithstanding", Part.RESUME
+    )

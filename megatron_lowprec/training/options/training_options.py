@@ -1,0 +1,175 @@
+"""Options of a run's steps, of its ranks and of their memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_lowprec.training.options.declaration import Group, Part, arg
+
+
+@dataclass(frozen=True)
+class TrainingOptions(Group):
+    """training"""
+
+    PART = Part.EXECUTION
+
+    micro_batch_size: int | None = arg(
+        None, "samples of one forward pass on one rank; default: all of its share", least=1
+    )
+    global_batch_size: int | None = arg(
+        None, "samples of one iteration; default micro-batch x data-parallel size", Part.UPDATE, least=1
+    )
+    rampup_batch_size: list[int] | None = arg(
+        None,
+        "START INCREMENT SAMPLES: grow the global batch over the first SAMPLES; needs --train-samples",
+        Part.UPDATE,
+    )
+    train_iters: int | None = arg(None, "iterations of the whole run", Part.SCHEDULE, least=1, one_of="length")
+    train_samples: int | None = arg(
+        None, "samples of the whole run, instead of --train-iters", Part.SCHEDULE, least=1, one_of="length"
+    )
+    bf16: bool = arg(
+        False, "bf16 weights and activations, fp32 main weights", Part.UPDATE, inference=True, optimizer_state=True
+    )
+    calculate_per_token_loss: bool = arg(
+        False,
+        "weigh every token of an iteration alike, where some carry no loss; else every microbatch. --sft does",
+        Part.UPDATE,
+    )
+    seed: int = arg(
+        1234,
+        "of weights, dropout, training order and stochastic rounding; validation's order is fixed",
+        Part.UPDATE,
+        least=0,
+        inference=True,
+        own_note=True,
+        sweep="seeds:",
+        grouped=False,
+    )
+    deterministic_mode: bool = arg(
+        False, "only algorithms that give the same bits each time; slower on a GPU", inference=True
+    )
+    no_gradient_accumulation_fusion: bool = arg(
+        False, "round a weight gradient to bf16 before it is added to main_grad", Part.UPDATE, grouped=False
+    )
+    emulate: bool = arg(False, "multiply in the compute dtype also where the GPU has FP8 products", inference=True)
+    native: Literal["auto", "require", "off"] = arg(
+        "auto",
+        "MX and NVFP4 products of Blackwell, which the project has not run: auto compares the first of each size with "
+        "the emulated one and goes on by emulation if they differ; require ends there, and where any is emulated; off "
+        "emulates",
+        inference=True,
+    )
+    emulate_accumulator: bool = arg(
+        False,
+        "sum emulated GEMMs whose recipe has fast_accumulation as Hopper's FP8 units do, in 14 bits; slow, for small "
+        "models",
+        Part.UPDATE,
+        needs="transformer_impl=local",
+        inference=True,
+    )
+    transformer_impl: Literal["local", "transformer_engine"] = arg(
+        "local",
+        "local: this project's layers; transformer_engine: TransformerEngine's, for the recipes that it has",
+        Part.UPDATE,
+        inference=True,
+        own_note=True,
+        grouped=False,
+        draws=True,
+    )
+    attention_backend: Literal["auto", "local"] = arg(
+        "auto",
+        "auto: SDPA or TE; local: Megatron-core's unfused attention",
+        needs="transformer_impl=local",
+        inference=True,
+    )
+    use_cpu_initialization: bool = arg(
+        False,
+        "draw the initial weights on the CPU: the same for every tensor-parallel size",
+        Part.START,
+        inference=True,
+    )
+    recompute_granularity: Literal["full", "selective"] | None = arg(None, "recompute activations in the backward pass")
+    recompute_gelu: bool = arg(
+        False,
+        "on a GPU, keep only the output of linear_fc1 and compute its GELU or SwiGLU again in the backward pass",
+        needs="transformer_impl=local",
+    )
+    recompute_method: Literal["uniform", "block"] | None = arg(None, "which layers full recompute takes")
+    recompute_num_layers: int | None = arg(
+        None, "layers of one recomputed chunk (uniform) or recomputed layers (block)"
+    )
+    cuda_graph_impl: Literal["auto", "none", "local"] = arg(
+        "auto",
+        "local: capture each layer's forward and backward pass in CUDA graphs, so that the GPU does not wait for "
+        "Python; auto: on GPUs where layers can be captured",
+    )
+    max_skipped_steps: int = arg(
+        10, "stop with a report after so many iterations in a row whose loss or gradient was not finite (ours)", least=1
+    )
+    exit_interval: int | None = arg(None, "save and stop at every iteration that this divides", Part.OUTPUT, least=1)
+    exit_duration_in_mins: float | None = arg(None, "save and stop after so many minutes", Part.OUTPUT)
+    exit_signal_handler: bool = arg(
+        True, "save and stop at SIGTERM or SIGUSR1 (ours: on unless --no-exit-signal-handler)", Part.OUTPUT
+    )
+    manual_gc: bool = arg(
+        False, "collect Python's garbage at the same iterations on all ranks, not when a rank fills up"
+    )
+    manual_gc_interval: int = arg(
+        0, "iterations between collections of --manual-gc; 0 for one at the start", least=0, needs="manual_gc"
+    )
+    no_manual_gc_eval: bool = arg(False, "leave out --manual-gc's collections around an evaluation", needs="manual_gc")
+    profile: bool = arg(False, "write a trace of torch's profiler into the run's folder", Part.OUTPUT)
+    profile_step_start: int = arg(10, "first profiled iteration", Part.OUTPUT)
+    profile_step_end: int = arg(12, "iteration at which profiling ends", Part.OUTPUT)
+
+
+@dataclass(frozen=True)
+class ParallelOptions(Group):
+    """parallelism"""
+
+    PART = Part.LAYOUT
+
+    tensor_model_parallel_size: int = arg(1, "ranks that share every layer", least=1, draws=True)
+    pipeline_model_parallel_size: int = arg(1, "stages that the layers are cut into", least=1, draws=True)
+    num_layers_per_virtual_pipeline_stage: int | None = arg(
+        None, "interleave: layers of one chunk of a stage", one_of="interleaving", draws=True
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = arg(
+        None, "interleave: chunks of a stage", one_of="interleaving", draws=True
+    )
+    context_parallel_size: int = arg(
+        1, "ranks that share a sequence (only --transformer-impl transformer_engine)", least=1
+    )
+    expert_model_parallel_size: int = arg(1, "ranks that share the experts", least=1, draws=True)
+    expert_tensor_parallel_size: int | None = arg(
+        None,
+        "ranks that share every expert: 1 with --expert-model-parallel-size above 1, else "
+        "--tensor-model-parallel-size; no other layout is here",
+    )
+    sequence_parallel: bool = arg(False, "cut norms and dropout along the sequence, too")
+    use_distributed_optimizer: bool = arg(
+        False, "cut optimizer state over the data-parallel ranks", optimizer_state=True
+    )
+    overlap_grad_reduce: bool = arg(False, "reduce gradients during the backward pass")
+    overlap_param_gather: bool = arg(False, "gather weights during the forward pass")
+    grad_reduce_in_bf16: bool = arg(False, "keep and reduce gradients in bf16 instead of fp32", Part.UPDATE)
+    distributed_backend: Literal["nccl", "gloo"] | None = arg(None, "default nccl with GPUs, else gloo")
+    distributed_timeout_minutes: int = arg(10, "after which a collective fails", Part.OUTPUT)
+
+
+@dataclass(frozen=True)
+class MemoryOptions(Group):
+    """memory (ours)"""
+
+    PART = Part.OUTPUT
+
+    memory_plan: bool = arg(False, "print what a GPU will hold, part by part, and stop", sweep="pretrain_gpt.py itself")
+    memory_plan_gpus: int | None = arg(
+        None,
+        "GPUs to plan for; default those of this launch, but no fewer than the parallel sizes need",
+        least=1,
+        needs="memory_plan",
+    )
+    no_memory_check: bool = arg(False, "start even where the plan does not fit into the GPU")

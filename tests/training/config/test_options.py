@@ -1,0 +1,58 @@
+"""Options are declared once: every reader follows the declaration, and nothing else lists their names."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_lowprec.training.config.options import GROUPS, OPTIONS, Config, options_in
+from megatron_lowprec.training.options.declaration import Part
+from tests.environment import ROOT
+
+PACKAGE = ROOT / "megatron_lowprec"
+# Conversions name options beside the names of another project.
+TRANSLATIONS = ("training/convert/", "hf_config.py", "hf_options.py", "relatives.py")
+TABLE = 4  # names in one display; fewer are a condition
+
+
+def test_an_option_is_declared_in_one_place(tmp_path: Path) -> None:
+    worker = Path(__file__).with_name("declared_worker.py")
+    done = subprocess.run([sys.executable, worker], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_every_option_has_a_part_and_names_options() -> None:
+    for name, option in OPTIONS.items():
+        assert option.part in Part, name
+        others = [need.partition("=")[0] for need in f"{option.needs} {option.read_with}".split()]
+        assert set(others) <= OPTIONS.keys() - {name}, name
+    assert sum(len(options_in(*Part, groups=(group,))) for group in (*GROUPS, Config)) == len(OPTIONS)
+
+
+def _names(node: ast.AST) -> list[str]:
+    """Strings of a display: elements, keys, or the words of a text."""
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        found = [item.value for item in node.elts if isinstance(item, ast.Constant)]
+    elif isinstance(node, ast.Dict):
+        found = [key.value for key in node.keys if isinstance(key, ast.Constant)]
+    else:
+        found = node.value.split() if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+    return [name for name in found if isinstance(name, str)]
+
+
+def _tables() -> Iterator[str]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        place = str(path.relative_to(PACKAGE))
+        if any(part in place for part in TRANSLATIONS):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = _names(node)
+            if len(names) >= TABLE and len(OPTIONS.keys() & set(names)) > len(names) // 2:
+                yield f"{place}:{getattr(node, 'lineno', 0)}: {', '.join(names)}"
+
+
+def test_no_table_of_option_names_is_outside_of_the_declarations() -> None:
+    assert list(_tables()) == []

@@ -78,9 +78,10 @@ def options_with(**declared: object) -> tuple[str, ...]:
 def unmet(config: Config, needs: str) -> str | None:
     """The first of an option's ``needs`` that these options lack; None if they have all."""
     for need in needs.split():
-        name, _, values = need.partition("=")
-        found = getattr(config, name)
-        if str(found) not in values.split("|") if values else not found:
+        names, _, values = need.lstrip("!").partition("=")
+        found = [getattr(config, name) for name in names.split("|")]
+        met = str(found[0]) in values.split("|") if values else any(found)
+        if met == need.startswith("!"):
             return need
     return None
 

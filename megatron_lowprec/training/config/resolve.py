@@ -27,7 +27,7 @@ _DEFAULTS = Config()
 
 def resolve_model(config: Config) -> Config:
     """Fill Megatron's defaults for derived sizes; check what does not depend on the world size."""
-    required(config, *options_with(required=True))
+    required(config, *(name for name in options_with(required=True) if not unmet(config, OPTIONS[name].needs)))
     _in_bounds(config)
     if config.tensor_model_parallel_size == 1:
         config = replace(config, sequence_parallel=False)  # as Megatron-LM does
@@ -47,11 +47,6 @@ def resolve_model(config: Config) -> Config:
             f"--position-embedding-init-std {config.position_embedding_init_std} scales learned positions, drawn with "
             f"--init-method-std; found --position-embedding-type {config.position_embedding_type} and "
             f"--init-method-std {config.init_method_std}"
-        )
-    if config.no_lowprec_linears and config.recipe != "bf16":
-        raise UserError(
-            f"--no-lowprec-linears keeps Megatron-core's layers, which know no recipe: use --recipe bf16, not "
-            f"{config.recipe}"
         )
     return config
 
@@ -180,27 +175,32 @@ def _no_idle_flags(config: Config) -> None:
     """Reject options that would be ignored silently."""
     for name, option in OPTIONS.items():
         value = getattr(config, name)
-        lacking = value != getattr(_DEFAULTS, name) and unmet(config, option.needs)
-        if not lacking:
-            continue
-        whole, _, values = lacking.partition("=")
-        shown = flag(name) if value is True else f"{flag(name)} {value}"
-        if values:
-            needed = f"{flag(whole)} {values.replace('|', ' or ')}"
-            how = f"excludes {flag(whole)}" if values == "False" else f"is for {needed}"
-            raise UserError(f"{shown} {how}; leave one of the two out")
-        raise UserError(f"{shown} does nothing without {flag(whole)}; add that, or leave it out")
+        lacking = unmet(config, option.needs) if value != getattr(_DEFAULTS, name) else None
+        if lacking is not None:
+            raise UserError(f"{_shown(name, value)} {_how(config, lacking)}")
+
+
+def _how(config: Config, need: str) -> str:
+    """What is wrong with an option that lacks ``need``, and what to do."""
+    names, _, values = need.lstrip("!").partition("=")
+    first, *others = names.split("|")
+    found = _shown(first, getattr(config, first))
+    if values:
+        wanted = values.replace("|", " or ")
+        return f"is for {flag(first)} {wanted}, and this run has {found}; leave one of the two out"
+    if need.startswith("!"):
+        return f"excludes {found}; leave one of the two out"
+    return f"does nothing without {' or '.join(map(flag, (first, *others)))}; add that, or leave it out"
+
+
+def _shown(name: str, value: object) -> str:
+    return flag(name) if value is True else f"{flag(name)} {value}"
 
 
 def _check_parallelism(config: Config, world_size: int) -> None:
     tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     context = config.context_parallel_size
     if context > 1:
-        if config.transformer_impl == "local":
-            raise UserError(
-                f"--context-parallel-size {context} needs TransformerEngine's attention; add --transformer-impl "
-                "transformer_engine, or leave the flag out"
-            )
         check_divisible("--seq-length", require(config.seq_length), "2 x --context-parallel-size", 2 * context)
     model = tensor * pipeline * context
     if world_size % model:
@@ -248,12 +248,6 @@ def _check_features(config: Config, gpus: bool) -> None:
         config.recompute_method is None or config.recompute_num_layers is None
     ):
         raise UserError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
-    if config.finetune and not (config.load or config.pretrained_checkpoint):
-        raise UserError("--finetune takes weights and none are named: add --load FOLDER, or leave it out")
-    if config.ckpt_step is not None and not (config.load or config.pretrained_checkpoint):
-        raise UserError(
-            f"--ckpt-step {config.ckpt_step} chooses a checkpoint of --load FOLDER: add it, or leave it out"
-        )
     if config.distributed_backend == "nccl" and not gpus:
         raise UserError("--distributed-backend nccl needs GPUs, and torch sees none; leave the flag out")
 

@@ -44,18 +44,18 @@ class DataOptions(Group):
     data_cache_path: str | None = arg(
         None, "where tokenized text and indices are kept; default data/cache", Part.OUTPUT
     )
-    eod_mask_loss: bool = arg(False, "no loss on the token behind a document's end", Part.UPDATE, needs="sft=False")
+    eod_mask_loss: bool = arg(False, "no loss on the token behind a document's end", Part.UPDATE, needs="!sft")
     reset_position_ids: bool = arg(
         False,
         "count learned positions from the start of each document; rope has distances, which it leaves alone",
         Part.UPDATE,
-        needs="sft=False",
+        needs="!sft",
     )
     reset_attention_mask: bool = arg(
         False,
         "let no token attend to an earlier document of its sample; slower, for GPUs' fastest kernels take no mask",
         Part.UPDATE,
-        needs="transformer_impl=local sft=False",
+        needs="transformer_impl=local !sft",
     )
     verify_data: bool = arg(
         False,

@@ -46,10 +46,10 @@ class Option:
         part: what the option is about; by default its group's.
         least: smallest value; None for no bound.
         most: largest value; None for no bound.
-        needs: options without which a value other than the default is refused, separated by blanks: "name" where it is
-            set, "name=value|value", or "name=False" where it excludes that option.
+        needs: what a value other than the default is refused without, separated by blanks: "name|name" of options
+            of which one is set, "name=value|value", or "!name" of one that is not set.
         read_with: an option as in ``needs``, without which the value is not read, and not compared.
-        required: resolution refuses a run without a value.
+        required: resolution refuses a run that meets ``needs`` and has no value.
         one_of: the quantity that it sets. Options of a quantity exclude each other; "quantity/way" where several
             options together are one way.
         was: former name, accepted for one release with a log line.

@@ -60,9 +60,17 @@ class RopeOptions(Group):
 
     rotary_base: int = arg(10000, "base period of rope")
     rotary_percent: float = arg(1.0, "share of a head's channels that rope turns", least=0, most=1)
-    use_rope_scaling: bool = arg(False, "Llama 3's scaling of rope's low frequencies, from 8192 tokens")
+    use_rope_scaling: bool = arg(
+        False,
+        "Llama 3's scaling of rope's low frequencies, from 8192 tokens",
+        needs="position_embedding_type=rope rope_type=rope",
+    )
     rope_scaling_factor: float = arg(8.0, "factor of --use-rope-scaling: 8 in Llama 3.1, 32 in 3.2", least=1)
-    rope_type: Literal["rope", "yarn"] = arg("rope", "yarn: rope with YaRN's scaling (arXiv 2309.00071)")
+    rope_type: Literal["rope", "yarn"] = arg(
+        "rope",
+        "yarn: rope with YaRN's scaling (arXiv 2309.00071)",
+        needs="position_embedding_type=rope rotary_percent=1.0 yarn_original_max_position_embeddings",
+    )
     rotary_scaling_factor: float = arg(1.0, "YaRN's factor of the context's length", least=1)
     yarn_original_max_position_embeddings: int | None = arg(None, "YaRN's length before the extension", least=1)
     yarn_beta_fast: float = arg(32.0, "YaRN's turns in that length from which a frequency is kept")

@@ -25,7 +25,11 @@ class CheckpointOptions(Group):
         sweep="--out",
     )
     ckpt_step: int | None = arg(
-        None, "iteration of the checkpoint to take; default the newest", Part.RESUME, begins=True
+        None,
+        "iteration of the checkpoint to take; default the newest",
+        Part.RESUME,
+        begins=True,
+        needs="load|pretrained_checkpoint",
     )
     pretrained_checkpoint: str | None = arg(
         None,
@@ -34,7 +38,12 @@ class CheckpointOptions(Group):
         grouped=False,
     )
     finetune: bool = arg(
-        False, "take only the weights and start at iteration 0", Part.START, begins=True, grouped=False
+        False,
+        "take only the weights and start at iteration 0",
+        Part.START,
+        begins=True,
+        grouped=False,
+        needs="load|pretrained_checkpoint",
     )
     no_save_optim: bool = arg(False, "save no optimizer state; a run goes on from such a checkpoint by --no-load-optim")
     no_load_optim: bool = arg(False, "do not load the optimizer and the schedule's position", Part.RESUME, begins=True)
@@ -75,7 +84,7 @@ class LoggingOptions(Group):
     capture_step: list[int] = arg(
         [],
         "iterations whose first microbatch's operands are written to captures/ in the run's folder; default none",
-        needs="capture_layers transformer_impl=local no_lowprec_linears=False",
+        needs="capture_layers transformer_impl=local !no_lowprec_linears",
     )
     capture_layers: list[str] = arg(
         [], "linear layers whose operands are written, as in layers.3.mlp.linear_fc1; globs", needs="capture_step"

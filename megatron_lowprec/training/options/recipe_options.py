@@ -93,7 +93,7 @@ class RecipeOptions(Group):
         False,
         "keep Megatron-core's own linear layers (for comparisons; the recipe must be bf16)",
         Part.EXECUTION,
-        needs="transformer_impl=local",
+        needs="recipe=bf16 transformer_impl=local",
         was="stock_linears",
         hidden=True,
         inference=True,

@@ -140,7 +140,10 @@ class ParallelOptions(Group):
         None, "interleave: chunks of a stage", one_of="interleaving", draws=True
     )
     context_parallel_size: int = arg(
-        1, "ranks that share a sequence (only --transformer-impl transformer_engine)", least=1
+        1,
+        "ranks that share a sequence (only --transformer-impl transformer_engine)",
+        least=1,
+        needs="transformer_impl=transformer_engine",
     )
     expert_model_parallel_size: int = arg(1, "ranks that share the experts", least=1, draws=True)
     expert_tensor_parallel_size: int | None = arg(

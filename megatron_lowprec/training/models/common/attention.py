@@ -9,7 +9,6 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.fields import check_divisible, require
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.common import rope
 from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import cached, saved_input, stream_bytes, tokens_of, width_of
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 def resolve(config: Config) -> Config:
     """The options with --kv-channels and --num-query-groups filled."""
-    rope.check(config)
     hidden, heads = require(config.hidden_size), require(config.num_attention_heads)
     if config.kv_channels is None:
         check_divisible("--hidden-size", hidden, "--num-attention-heads", heads)

@@ -19,25 +19,6 @@ _YARN = {
 }
 
 
-def check(config: Config) -> None:
-    """Reject options of a scaled rope without it.
-
-    Raises:
-        UserError: names the option.
-    """
-    scaled = "--use-rope-scaling" if config.use_rope_scaling else "--rope-type yarn"
-    if (config.use_rope_scaling or config.rope_type == "yarn") and config.position_embedding_type != "rope":
-        raise UserError(f"{scaled} is of rope: add --position-embedding-type rope, or leave it out")
-    if config.use_rope_scaling and config.rope_type == "yarn":
-        raise UserError("--use-rope-scaling and --rope-type yarn are two scalings of rope; leave one out")
-    if config.rope_type == "yarn" and config.yarn_original_max_position_embeddings is None:
-        raise UserError(
-            "--rope-type yarn needs --yarn-original-max-position-embeddings, the length before the extension; add it"
-        )
-    if config.rope_type == "yarn" and config.rotary_percent != 1.0:
-        raise UserError(f"--rope-type yarn turns whole heads: leave --rotary-percent {config.rotary_percent} out")
-
-
 def yarn_attributes(config: Config) -> dict[str, Any]:
     """Attributes that Megatron-core's GPTModel and attention read from a TransformerConfig, which has no such field."""
     if config.rope_type != "yarn":

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import LinearSite
-from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.fields import check_divisible, require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common import attention
@@ -22,28 +21,9 @@ if TYPE_CHECKING:
 
 recomputed_bytes = attention.recomputed_bytes
 
-_SIZES = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_WANTED: dict[str, Any] = {
-    "position_embedding_type": "rope",
-    "rotary_percent": 1.0,
-    "use_rope_scaling": False,
-    "rope_type": "rope",
-    "group_query_attention": False,
-    "add_qkv_bias": False,
-    "attention_backend": "auto",  # Megatron-core's own has one width for keys and values
-    "transformer_impl": "local",
-}
-
 
 def resolve(config: Config) -> Config:
     """The options with --kv-channels and --num-query-groups filled, which Megatron-core reads."""
-    missing = [flag(name) for name in _SIZES if getattr(config, name) is None]
-    if missing:
-        raise UserError(f"--multi-latent-attention needs {', '.join(missing)}")
-    for name, wanted in _WANTED.items():
-        found = getattr(config, name)
-        if found != wanted:
-            raise UserError(f"--multi-latent-attention runs with {flag(name)} {wanted}; found {found}")
     check_divisible("--qk-pos-emb-head-dim", require(config.qk_pos_emb_head_dim), "the pairs of rope,", 2)
     return replace(config, kv_channels=config.v_head_dim, num_query_groups=require(config.num_attention_heads))
 

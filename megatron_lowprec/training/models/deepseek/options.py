@@ -15,10 +15,13 @@ class LatentAttentionOptions(Group):
     NEEDS = "multi_latent_attention"
 
     multi_latent_attention: bool = arg(
-        False, "compute keys and values (and queries, with --q-lora-rank) from a narrow latent vector of each token"
+        False,
+        "compute keys and values (and queries, with --q-lora-rank) from a narrow latent vector of each token",
+        needs="position_embedding_type=rope rotary_percent=1.0 !use_rope_scaling rope_type=rope !group_query_attention "
+        "!add_qkv_bias attention_backend=auto transformer_impl=local",
     )
     q_lora_rank: int | None = arg(None, "width of the queries' latent; default: queries come from the whole input")
-    kv_lora_rank: int | None = arg(None, "width of the latent of keys and values")
-    qk_head_dim: int | None = arg(None, "channels of a head's queries and keys without positions")
-    qk_pos_emb_head_dim: int | None = arg(None, "channels of a head's queries and keys that rope turns")
-    v_head_dim: int | None = arg(None, "channels of a head's values")
+    kv_lora_rank: int | None = arg(None, "width of the latent of keys and values", required=True)
+    qk_head_dim: int | None = arg(None, "channels of a head's queries and keys without positions", required=True)
+    qk_pos_emb_head_dim: int | None = arg(None, "channels of a head's queries and keys that rope turns", required=True)
+    v_head_dim: int | None = arg(None, "channels of a head's values", required=True)

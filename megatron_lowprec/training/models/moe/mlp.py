@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from megatron_lowprec.training.memory.layout import Execution
 
 _EXPERTS, _SHARED = "mlp.experts", "mlp.shared_experts"
-_NOT_OF_SINKHORN = (
-    *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
-    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
-)
 
 
 def resolve(config: Config) -> Config:
@@ -50,32 +46,13 @@ def resolve(config: Config) -> Config:
 
 def _check_router(config: Config) -> None:
     """Reject options of the router that Megatron-core refuses or ignores."""
-    sigmoid, biased = config.moe_router_score_function == "sigmoid", config.moe_router_enable_expert_bias
+    sigmoid = config.moe_router_score_function == "sigmoid"
     groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
-    balance = config.moe_router_load_balancing_type
-    if balance == "sinkhorn":
-        for name in _NOT_OF_SINKHORN:
-            if getattr(config, name) != getattr(Config(), name):
-                raise UserError(
-                    f"{flag(name)} {getattr(config, name)} does nothing with "
-                    "--moe-router-load-balancing-type sinkhorn; leave one of the two out"
-                )
-    if config.moe_aux_loss_coeff and not balance.endswith("aux_loss"):
-        raise UserError(
-            f"--moe-aux-loss-coeff {config.moe_aux_loss_coeff} does nothing with --moe-router-load-balancing-type "
-            f"{balance}; use aux_loss or seq_aux_loss, or leave the coefficient out"
-        )
-    if config.moe_router_pre_softmax and sigmoid:
-        raise UserError("--moe-router-pre-softmax is for softmax scores; leave it out with sigmoid ones")
     if config.moe_router_topk_scaling_factor is not None and not (sigmoid or config.moe_router_pre_softmax):
         raise UserError(
             f"--moe-router-topk-scaling-factor {config.moe_router_topk_scaling_factor} needs "
             "--moe-router-score-function sigmoid or --moe-router-pre-softmax; add one of them"
         )
-    if biased and not sigmoid:
-        raise UserError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid; add it")
-    if not biased and config.moe_router_bias_update_rate != Config().moe_router_bias_update_rate:
-        raise UserError("--moe-router-bias-update-rate does nothing without --moe-router-enable-expert-bias; add that")
     scores_sum_to_one = not (sigmoid or config.moe_router_pre_softmax)
     if config.moe_router_topk == 1 and scores_sum_to_one and config.moe_router_load_balancing_type != "sinkhorn":
         raise UserError("--moe-router-topk 1 gives every token the weight 1; add --moe-router-pre-softmax")
@@ -95,16 +72,9 @@ def _check_router(config: Config) -> None:
 
 
 def _check_dispatch(config: Config) -> None:
-    """Reject options that a dispatch of codes would ignore, or that need the unquantized tokens of an expert."""
+    """Reject options that need the unquantized tokens of an expert."""
     if not config.moe_fp8_dispatch:
         return
-    if config.moe_token_dispatcher_type != "alltoall":
-        raise UserError(
-            "--moe-fp8-dispatch sends codes in an all-to-all, and --moe-token-dispatcher-type is "
-            f"{config.moe_token_dispatcher_type}: use alltoall, or leave the flag out"
-        )
-    if config.no_lowprec_linears:
-        raise UserError("--moe-fp8-dispatch is for this project's linear layers; leave it or --no-lowprec-linears out")
     for name in ("log_quantization_interval", "capture_step"):
         if getattr(config, name):
             raise UserError(

@@ -7,6 +7,8 @@ from typing import Literal
 
 from megatron_lowprec.training.options.declaration import Group, Part, arg
 
+_BALANCED = "moe_router_load_balancing_type=aux_loss|seq_aux_loss|none"  # Sinkhorn's router ignores them
+
 
 @dataclass(frozen=True)
 class MoeOptions(Group):
@@ -26,32 +28,48 @@ class MoeOptions(Group):
         None, "width of the shared experts together, through which every token goes; default: none", Part.SHAPE
     )
     moe_router_topk: int = arg(2, "experts that a token goes to", Part.FUNCTION, least=1)
-    moe_router_score_function: Literal["softmax", "sigmoid"] = arg("softmax", "how logits become scores", Part.FUNCTION)
-    moe_router_pre_softmax: bool = arg(False, "softmax over all experts, not only over the chosen ones", Part.FUNCTION)
+    moe_router_score_function: Literal["softmax", "sigmoid"] = arg(
+        "softmax", "how logits become scores", Part.FUNCTION, needs=_BALANCED
+    )
+    moe_router_pre_softmax: bool = arg(
+        False,
+        "softmax over all experts, not only over the chosen ones",
+        Part.FUNCTION,
+        needs=f"{_BALANCED} moe_router_score_function=softmax",
+    )
     moe_router_topk_scaling_factor: float | None = arg(
         None,
         "factor of the scores; needs --moe-router-score-function sigmoid or --moe-router-pre-softmax",
         Part.FUNCTION,
+        needs=_BALANCED,
     )
     moe_router_num_groups: int | None = arg(
-        None, "groups of experts; with --moe-router-group-topk", Part.FUNCTION, least=1
+        None, "groups of experts; with --moe-router-group-topk", Part.FUNCTION, least=1, needs=_BALANCED
     )
     moe_router_group_topk: int | None = arg(
         None,
         "groups that a token may go to, those with the best sums of their best scores (node-limited routing)",
         Part.FUNCTION,
         least=1,
+        needs=_BALANCED,
     )
     moe_router_enable_expert_bias: bool = arg(
         False,
         "balance the load by a bias of each expert in the choice, moved after each step (sigmoid scores)",
         Part.FUNCTION,
+        needs=f"{_BALANCED} moe_router_score_function=sigmoid",
     )
-    moe_router_bias_update_rate: float = arg(1e-3, "how far a step moves that bias")
+    moe_router_bias_update_rate: float = arg(
+        1e-3, "how far a step moves that bias", needs="moe_router_enable_expert_bias"
+    )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "sinkhorn", "none"] = arg(
         "aux_loss", "how the load is balanced; seq_aux_loss: aux_loss of each sequence"
     )
-    moe_aux_loss_coeff: float = arg(0.0, "weight of the load-balancing loss; 1e-2 is a good start")
+    moe_aux_loss_coeff: float = arg(
+        0.0,
+        "weight of the load-balancing loss; 1e-2 is a good start",
+        needs="moe_router_load_balancing_type=aux_loss|seq_aux_loss",
+    )
     moe_z_loss_coeff: float | None = arg(None, "weight of the router's z-loss")
     moe_router_dtype: Literal["fp32", "fp64"] | None = arg(
         None, "dtype of the router's product; default: the model's", Part.FUNCTION
@@ -64,5 +82,5 @@ class MoeOptions(Group):
         False,
         "send tokens to experts as the codes that linear_fc1 takes, and gradients as those that linear_fc2 takes; "
         "needs --expert-model-parallel-size above 1 and block or row scales (fp8_blockwise, fp8_rowwise, mxfp8)",
-        needs="transformer_impl=local",
+        needs="moe_token_dispatcher_type=alltoall !no_lowprec_linears transformer_impl=local",
     )

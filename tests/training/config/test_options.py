@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_lowprec.training.config.options import GROUPS, OPTIONS, Config, options_in
@@ -26,20 +26,24 @@ def test_an_option_is_declared_in_one_place(tmp_path: Path) -> None:
 
 def test_every_option_has_a_part_and_names_options() -> None:
     for name, option in OPTIONS.items():
-        assert option.part in Part, name
-        others = [need.partition("=")[0] for need in f"{option.needs} {option.read_with}".split()]
+        assert option.part is not None, name
+        needs = [need.lstrip("!").partition("=")[0] for need in f"{option.needs} {option.read_with}".split()]
+        others = [other for need in needs for other in need.split("|")]
         assert set(others) <= OPTIONS.keys() - {name}, name
     assert sum(len(options_in(*Part, groups=(group,))) for group in (*GROUPS, Config)) == len(OPTIONS)
 
 
 def _names(node: ast.AST) -> list[str]:
-    """Strings of a display: elements, keys, or the words of a text."""
+    """Strings of a display: elements, keys, or the words of a text; none of a dict with values of the run."""
+    found: Sequence[object] = ()
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
         found = [item.value for item in node.elts if isinstance(item, ast.Constant)]
     elif isinstance(node, ast.Dict):
+        if not all(isinstance(value, (ast.Constant, ast.Tuple)) for value in node.values):
+            return []
         found = [key.value for key in node.keys if isinstance(key, ast.Constant)]
-    else:
-        found = node.value.split() if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        found = node.value.split()
     return [name for name in found if isinstance(name, str)]
 
 

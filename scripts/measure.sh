@@ -10,6 +10,7 @@
 #   experts    the experts of a 16B layer, grouped and one after the other, with torch and TransformerEngine
 #   convert    a step of Hugging Face models under convert, with torchao
 #   memory     peak memory with and without --recompute-gelu and --fp8-param-gather
+#   peaks      peak memory and steps of 1.3B, 6.7B and 8B by default, at 1 and 16 microbatches, and without its savings
 #   activations  peak memory of a 1.3B dense model and a 2B mixture of experts, each saving of deepseek_v3 on and off
 #   configs    100 steps of the configs gpt_345m and gpt_1.3b, at a small batch
 #   large      10 steps of gpt_6.7b, tensor-parallel on all GPUs
@@ -64,6 +65,14 @@ train() {
         --data-path "$data" --split 98,1,1 --eval-iters 0 --log-interval 10 "$@"
 }
 
+# mock NAME PROCESSES FLAGS...: a run on mock data that writes metrics and memory use, but no checkpoint.
+mock() {
+    local name=$1 processes=$2
+    shift 2
+    run torchrun --standalone --nproc-per-node "$processes" pretrain_gpt.py --no-save --save "$out/$name" \
+        --mock-data --eval-iters 0 --log-interval 1 "$@"
+}
+
 tests() { run python -m pytest -q -m gpu -rs tests; }
 
 step() {
@@ -106,6 +115,30 @@ memory() {
             train "memory/${model%:*}-${recipe// --/-}" 1 --config "configs/models/gpt_${model%:*}.yaml" --train-iters 8 \
                 --micro-batch-size "$batch" --global-batch-size "$batch" --use-distributed-optimizer --recipe $recipe ||
                 failed=1
+        done
+    done
+    return $failed
+}
+
+peaks() {
+    local model count recipe flags batch failed=0
+    local -A models=(
+        [1.3b]="1 --config configs/models/gpt_1.3b.yaml --micro-batch-size 8"
+        [6.7b]="2 --config configs/models/gpt_6.7b.yaml --micro-batch-size 1 --tensor-model-parallel-size 2"
+        [8b]="$gpus --config configs/models/llama3_8b.yaml --micro-batch-size 1 --tensor-model-parallel-size 1"
+    )
+    local -A samples=([1.3b]=8 [6.7b]=1 [8b]=$gpus) # of a microbatch on all ranks
+    for model in 1.3b 6.7b 8b; do
+        for count in 1 16; do
+            batch=$((samples[$model] * count))
+            for recipe in bf16 fp8_delayed fp8_current fp8_blockwise fp8_rowwise mxfp8 mxfp4_rht_sr; do
+                for flags in "" "--no-fp8-param-gather --no-save-memory"; do
+                    if [ -n "$flags" ] && [[ ! $recipe =~ ^(fp8_current|mxfp8)$ ]]; then continue; fi
+                    # shellcheck disable=SC2086 # several words each
+                    mock "peaks/$model-$count-$recipe${flags:+-plain}" ${models[$model]} --recipe "$recipe" $flags \
+                        --global-batch-size "$batch" --train-iters 5 || failed=1
+                done
+            done
         done
     done
     return $failed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -141,6 +141,13 @@ class GradOutput:
     quantized: QuantizedTensor | None = None
     bias: torch.Tensor | None = None
     update_amax: bool = True
+
+    def without_matrix(self) -> GradOutput:
+        """With NaN in place of dy once both directions are quantized, so that its memory is free."""
+        quantized = self.quantized
+        if quantized is None or quantized.rowwise_data is None or quantized.columnwise_data is None:
+            return self
+        return replace(self, matrix=self.matrix.new_full((), math.nan).expand(self.matrix.shape))
 
 
 def backward_gemms(input_grad: bool, weight_grad: bool) -> frozenset[str]:

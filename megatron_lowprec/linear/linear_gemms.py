@@ -25,10 +25,10 @@ from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
 from megatron_lowprec.quantization.amax_history import AmaxHistory, add_tensors
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import Reduce
-from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.random_stream import NO_DRAWS, RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.transform import Transforms
-from megatron_lowprec.recipe.coverage import weights_of_all_microbatches, with_current_scales
+from megatron_lowprec.recipe.coverage import cached_weights, with_current_scales
 from megatron_lowprec.recipe.schema import HistorySpec, LinearRecipe
 
 Gather = Callable[[QuantizedTensor], QuantizedTensor]
@@ -50,6 +50,7 @@ class LinearGemms:
         reduce_amax: maximum over the ranks that share ``linear_id.split``; None without such ranks.
         cache_weights: cache quantized weights that are equal for all microbatches of a step, until
             ``weight_cache.clear``; costs a copy of the weight for each such GEMM.
+        save_memory: as ``cached_weights``.
         histories: tensor -> its amax history and slot, of at least the recipe's tensors; None to make them.
         emulate: multiply in the compute dtype even if the device has FP8 GEMMs, or native ones of these backends.
         emulate_accumulator: as ``LayerContext``.
@@ -73,6 +74,7 @@ class LinearGemms:
         history_of: Callable[[HistorySpec], AmaxHistory],
         reduce_amax: Reduce | None = None,
         cache_weights: bool = False,
+        save_memory: bool = False,
         histories: Mapping[str, tuple[AmaxHistory, int]] | None = None,
         emulate: Emulate = False,
         emulate_accumulator: bool = False,
@@ -85,7 +87,7 @@ class LinearGemms:
         fixed: dict[str, Any] = {"linear_id": linear_id, "seed": seed, "reduce_amax": reduce_amax, "emulate": emulate}
         self._with: Callable[..., LinearGemms] = partial(LinearGemms, history_of=AmaxHistory, **fixed)
         self._fp8_sums = emulate_accumulator
-        self.weight_cache = QuantizedWeightCache(weights_of_all_microbatches(recipe) if cache_weights else ())
+        self.weight_cache = QuantizedWeightCache(cached_weights(recipe, save_memory) if cache_weights else ())
         given = histories if reads is None else reads
         self.histories = add_tensors(recipe.delayed_operands(), history_of) if given is None else dict(given)
         layer_amax = LayerAmax(linear_id, self.histories, reduce_amax, records=reads is None)
@@ -188,6 +190,12 @@ class LinearGemms:
         y = backend.gemm("fprop", x, w, x_TI.dtype, bias=bias_O)
         saved = SavedForBackward.of(w_OI, x_TI if layer_input is None else layer_input, x, weight_amax)
         return y, saved if codes is None else saved.with_codes(codes)
+
+    def saves_codes(self, x: torch.Tensor) -> bool:
+        """Whether ``forward`` of x [..., I] saves operands of wgrad in place of x; behind ``backends.resolve``."""
+        rows = x.reshape(-1, x.shape[-1])
+        cast = self.backends.of(rows).one_cast["input"]
+        return cast is not None and cast.fuses_directions("input", rows, NO_DRAWS)
 
     def quantize_tokens(
         self, tensor: str, tokens: torch.Tensor, w_OI: torch.Tensor, rng_step: RngStep

@@ -1,4 +1,4 @@
-"""Binds a recipe's formats of saved activations to a transformer layer."""
+"""Binds to a transformer layer in which form it saves activations: a recipe's formats, or those of --save-memory."""
 
 from typing import Any
 
@@ -16,8 +16,10 @@ from megatron_lowprec.recipe.recipe import Recipe
 _RECOMPUTED_MLPS = {"mlp", "moe", "moe_act", "shared_experts"}
 
 
-def bind_activations(recipe: Recipe, layer: TransformerLayer) -> None:
+def bind_activations(recipe: Recipe, layer: TransformerLayer, save_memory: bool = False) -> None:
     """Set the formats in which a layer saves activations; none if the recipe has none.
+
+    ``save_memory``: linear_proj saves no operand of wgrad beside attention's output, but casts that again.
 
     Raises:
         UserError: a module or an option of the layer under which the activation is not saved by this project.
@@ -27,6 +29,8 @@ def bind_activations(recipe: Recipe, layer: TransformerLayer) -> None:
     attention, spec = layer.self_attention, recipe.activations
     if hasattr(attention, "linear_proj"):
         _bind_attention(attention, spec.attention_output)
+        # a delayed scale must be the forward pass's
+        attention.linear_proj.casts_again = save_memory and not recipe.moves_within_steps
     mlps = [module for module in layer.mlp.modules() if isinstance(module, MLP)]
     for mlp in mlps:
         cached = isinstance(mlp, CachedSwigluMLP) and isinstance(mlp.linear_fc2, LowPrecRowParallelLinear)

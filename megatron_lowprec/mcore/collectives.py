@@ -1,10 +1,14 @@
 """Collectives of the linear layers: of sequences under torch's old and new names, and of amaxes."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_lowprec.comm.maximum import max_over
+from megatron_lowprec.linear.once_differentiable import once_differentiable
+from megatron_lowprec.mcore.fusion import GradOutputChannel
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 # torch 2.13 renamed both and deprecates the old names; torch 2.11 has only the old ones
@@ -34,6 +38,30 @@ def scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.T
     """[s, ...] summed over the ranks -> this rank's [s / ranks, ...], and the handle to wait for."""
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     return out, _reduce_scatter(out, x.contiguous(), group=group, async_op=True)
+
+
+@once_differentiable("a reduce-scatter whose gradient is gathered as codes")
+class ReduceScatter(torch.autograd.Function):
+    """Sums a row-parallel layer's output over the ranks, each of which keeps its tokens; gathers dy as FP8 codes."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, y: torch.Tensor, channel: GradOutputChannel, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.channel, ctx.group, ctx.y_shape = channel, group, y.shape
+        shard, reducing = scatter_sequence(y, group)
+        if reducing is not None:
+            reducing.wait()
+        return shard
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        channel, linear_gemms = ctx.channel, ctx.channel.linear_gemms
+        shard = channel.get(dy)
+        if shard is None:
+            shard = linear_gemms.grad_output(dy.reshape(-1, dy.shape[-1]), channel.rng_step, shard=True)
+        grad = linear_gemms.gathered_grad_output(shard, partial(gather_codes, group=ctx.group))
+        return channel.put(grad).view(ctx.y_shape), None, None
 
 
 def reduce_over_holders(amax: torch.Tensor, expert: bool) -> torch.Tensor:

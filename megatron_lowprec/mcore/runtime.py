@@ -84,6 +84,7 @@ class RecipeRuntime:
         share_rng_across_dp: bool = False,
         reduce_amax: bool = True,
         cache_weights: bool = False,
+        save_memory: bool = False,
         emulate: Emulate = False,
         emulate_accumulator: bool = False,
         rerun_in_bf16: Sequence[str] = (),
@@ -96,7 +97,7 @@ class RecipeRuntime:
         self._num_layers, self._seed, self._cache_weights = num_layers, seed, cache_weights
         self._emulate, self._emulate_accumulator, self._fp8_gather = emulate, emulate_accumulator, fp8_gather
         self._accumulate_wgrad, self._reduce_amax = accumulate_wgrad, reduce_amax
-        self._share_rng_across_dp = share_rng_across_dp
+        self._share_rng_across_dp, self.save_memory = share_rng_across_dp, save_memory
         if emulate_accumulator:
             check_accumulator(recipe, "cpu" if emulate is True else arch_of(device))
         if fp8_gather:
@@ -131,8 +132,7 @@ class RecipeRuntime:
                 pipeline with activation recomputation.
         """
         recipe, config = self.recipe, module.config
-        moves = any(remembered.update == "microbatch" for remembered in recipe.delayed_operands().values())
-        if moves and config.recompute_granularity and config.pipeline_model_parallel_size > 1:
+        if recipe.moves_within_steps and config.recompute_granularity and config.pipeline_model_parallel_size > 1:
             raise UserError(
                 f"recipe {recipe.name} has history_update microbatch: in a pipeline a recomputed forward pass would be "
                 "rounded by a later scale than its first one; set history_update=step, or leave recomputation out"
@@ -155,6 +155,7 @@ class RecipeRuntime:
             self.history,
             maximum_over(tp_group) if tp_group.size() > 1 and self._reduce_amax else None,
             cache_weights=self._cache_weights,
+            save_memory=self.save_memory,
             histories=bound.histories,
             emulate=self._emulate,
             emulate_accumulator=self._emulate_accumulator,
@@ -199,7 +200,7 @@ class RecipeRuntime:
         for module, bound in self._bound.items():
             self.bind_linear(module, bound.layer_number, bound.name, bound.expert)
         for layer in self.transformer_layers:
-            link_norms(layer)
+            link_norms(layer, self.save_memory)
         self.fit_histories()
         return [line for line in self.header() if line not in lines]
 
@@ -392,8 +393,8 @@ def bind_layer(runtime: RecipeRuntime, layer: TransformerLayer) -> None:
     for name, expert, module in linears(layer):
         runtime.bind_linear(module, layer.layer_number, name, expert)
     runtime.grouped += [module for module in layer.modules() if isinstance(module, LowPrecGroupedMLP)]
-    bind_activations(runtime.recipe, layer)
+    bind_activations(runtime.recipe, layer, runtime.save_memory)
     if runtime.dispatch is not None:
         runtime.dispatch.bind(layer)
-    link_norms(layer)
+    link_norms(layer, runtime.save_memory)
     runtime.check_rules()

@@ -117,8 +117,12 @@ def keeps_all(recipe: Recipe, sites: Iterable[LinearSite], num_layers: int) -> b
     return recipe.quantized and not any(now.at(layer).quantized for now in recipe.stages for layer in layers)
 
 
-def weights_of_all_microbatches(recipe: LinearRecipe) -> list[str]:
-    """The GEMMs whose quantized weight is equal in all microbatches of a step, so that it can be cached."""
+def cached_weights(recipe: LinearRecipe, save_memory: bool = False) -> list[str]:
+    """The GEMMs whose quantized weight, equal in a step's microbatches, is cached; under ``save_memory`` none beside a
+    weight that stays in the compute dtype.
+    """
+    if save_memory and primary_weight_spec(recipe) is None:
+        return []
     found = [name for name, gemm in recipe.gemms.items() if gemm.weight is not None and not _draws_weight(gemm)]
     of_fprop = recipe.dgrad.weight is not None and recipe.dgrad.weight.source == "fprop"
     return [name for name in found if not (name == "dgrad" and of_fprop and _draws_weight(recipe.fprop))]
@@ -203,7 +207,7 @@ def check_fp8_gather(recipe: Recipe, pipeline_parallel: int = 1) -> None:
                 "--fp8-sequence-parallel-gather moves the codes that GEMMs take, quantized by delayed scales before "
                 f"the gather; in recipe {recipe.name} {reason}: use fp8_delayed or fp8_lm, or leave the flag out"
             )
-    if pipeline_parallel > 1 and any(spec.update == "microbatch" for spec in recipe.delayed_operands().values()):
+    if pipeline_parallel > 1 and recipe.moves_within_steps:
         raise UserError(
             f"--fp8-sequence-parallel-gather saves codes for wgrad, and recipe {recipe.name} has history_update "
             "microbatch: in a pipeline the scale has changed by then; set history_update=step, or leave the flag out"

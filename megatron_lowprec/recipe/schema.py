@@ -117,6 +117,11 @@ class LinearRecipe:
         """Whether any GEMM rounds stochastically or has a Hadamard transform with random signs."""
         return any(spec.random for _, spec in self.specs())
 
+    @property
+    def moves_within_steps(self) -> bool:
+        """Whether delayed scales change between the microbatches of a step."""
+        return any(spec.update == "microbatch" for spec in self.delayed_operands().values())
+
     def delayed_operands(self) -> dict[str, HistorySpec]:
         """operand -> history key of tensors under delayed scaling; each tensor has one history in all layers."""
         found: dict[str, HistorySpec] = {}

@@ -121,6 +121,7 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
         share_rng_across_dp=config.share_rng_across_dp,
         reduce_amax=not config.no_amax_reduce,
         cache_weights=_several_microbatches(config),
+        save_memory=bool(config.save_memory),
         emulate=emulated_rows(config.emulate, config.native),
         emulate_accumulator=config.emulate_accumulator,
         rerun_in_bf16=config.rerun_in_bf16,
@@ -168,7 +169,7 @@ def transformer_config(config: Config, te: TEConfig | None = None) -> Transforme
         persist_layer_norm=False,
         apply_rope_fusion=te is not None and config.position_embedding_type == "rope" and config.rope_type == "rope",
         transformer_impl=config.transformer_impl,
-        fp8_param=config.fp8_param_gather and te is not None,  # TransformerEngine's layers only
+        fp8_param=bool(config.fp8_param_gather) and te is not None,  # TransformerEngine's layers only
         **(te.transformer_config() if te is not None else {}),
         calculate_per_token_loss=config.calculate_per_token_loss,
         deterministic_mode=config.deterministic_mode,
@@ -234,7 +235,7 @@ def _data_parallel(
         # The interleaved schedule starts gathers on all stages at once; else a bucket starts the next.
         align_param_gather=config.overlap_param_gather and virtual_stages(config) is not None,
         use_distributed_optimizer=config.use_distributed_optimizer,
-        fp8_param_gather=config.fp8_param_gather,
+        fp8_param_gather=bool(config.fp8_param_gather),
         bucket_size=max(40_000_000, 1_000_000 * mpu.get_data_parallel_world_size())
         if config.overlap_grad_reduce
         else None,

@@ -57,6 +57,10 @@ def plan_run(
 
     tokenizer = tokenizer_of(config)
     check_paths(config, tokenizer)
+    found, found_notes = saved_state.find_checkpoint(config)
+    if found is not None and not config.finetune:
+        config, more = saved_state.stored_weights(found, config, given)
+        notes = notes + more
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
     )
@@ -74,8 +78,7 @@ def plan_run(
             notes = notes + more
         notes = notes + memory_report.check(needed, gpu)
     schedule, later_notes = schedules.plan(config, total_samples(config))
-    found, more = saved_state.find_checkpoint(config)
-    later_notes += more
+    later_notes += found_notes
     _, samples = run_length(config)
     past: dict[str, Any] = {}
     start = saved_state.start_of(asdict(config))

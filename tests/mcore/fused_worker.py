@@ -179,6 +179,28 @@ def recomputed_activation(recipe: str, shape: str) -> None:
     equal_but_for(("linear_fc1.bias",), got, want)  # not joined without the flag, under some recipes
 
 
+def saved_memory(recipe: str, shape: str) -> None:
+    """What --save-memory computes and casts again has the same bits, and does not wait in memory.
+
+    A layer of T tokens saves two outputs of norms in bf16, or their codes, and codes of attention's output.
+    """
+    held: list[int] = []
+    results = []
+    for save_memory in (False, True):
+        storages: dict[int, torch.Tensor] = {}
+
+        def pack(tensor: torch.Tensor, storages: dict[int, torch.Tensor] = storages) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with native(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            results.append(two_steps(recipe, shape=shape, binding={"save_memory": save_memory}))
+        held.append(sum(tensor.untyped_storage().nbytes() for tensor in storages.values()))
+        storages.clear()
+    equal_but_for((), results[1], results[0])
+    assert held[1] < held[0], held
+
+
 def recomputed_mlp() -> None:
     """The bits of an MLP that runs once; its bias leaves the recomputed part with its output."""
     p = 0.1 if DEVICE == "cuda" else 0.5
@@ -504,6 +526,10 @@ if DEVICE == "cuda":
     joined = ("fp8_delayed", "fp8_current")
     CHECKS |= {f"joined-{r}-{s}": lambda r=r, s=s: joined_casts(r, s) for r in joined for s in shapes}
     CHECKS |= {f"recomputed-{r}-{s}": lambda r=r, s=s: recomputed_activation(r, s) for r in again for s in shapes}
+CHECKS |= {
+    f"saved-memory-{recipe}-{shape}": lambda recipe=recipe, shape=shape: saved_memory(recipe, shape)
+    for recipe, shape in (("fp8_current", "gpt-sp"), ("mxfp8", "llama"), ("fp8_delayed", "gpt"))
+}
 DROPOUT = {"hidden_dropout": 0.1 if DEVICE == "cuda" else 0.5}
 CHECKS["fusions-delayed"] = lambda: fusions("fp8_delayed", taken=3, read=2, **DROPOUT)
 CHECKS["fusions-current"] = lambda: fusions("fp8_current", taken=3, **DROPOUT)

@@ -21,7 +21,7 @@ PARTS = (
     "graphs",
     "linear",
     *("experts", "convert"),
-    *("memory", "activations"),
+    *("memory", "peaks", "activations"),
     "configs",
     "large",
     "scaling",

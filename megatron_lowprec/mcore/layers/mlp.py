@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.kernels.activation import BIAS_GELU, SWIGLU, Activation
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward, backward_gemms
+from megatron_lowprec.linear.layer_tensors import CachedInput, CastFusion, GradOutput, SavedForBackward, backward_gemms
 from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.fusion import GradOutputChannel, cached_amax
 from megatron_lowprec.mcore.layers.cached_swiglu import CachedSwigluMLP
@@ -68,6 +68,7 @@ class _MlpFunction(torch.autograd.Function):
         saves_inputs: tuple[bool, bool],
         fusion: tuple[CastFusion, CastFusion],
         channel: GradOutputChannel | None,
+        cached: CachedInput | None,
     ) -> torch.Tensor:
         fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
         ctx.mlp, ctx.rng_step, ctx.fusion, ctx.channel = mlp, current_rng_step(), fusion, channel
@@ -81,7 +82,7 @@ class _MlpFunction(torch.autograd.Function):
             w1,
             ctx.rng_step,
             update_amax,
-            save_input=saves_inputs[0] and not tp.sequence_parallel,
+            save_input=saves_inputs[0] and not tp.sequence_parallel and cached is None,
             amax=amax,
             layer_input=x,
             gather=gather,
@@ -90,18 +91,19 @@ class _MlpFunction(torch.autograd.Function):
         saves = saves_inputs[1] and not mlp.recompute_gelu
         await_weights(fc2)
         out, second = fc2.bound_gemms.forward(active, w2, ctx.rng_step, update_amax, save_input=saves, amax=amax)
-        first = first if saves_inputs[0] else first.without_input()
+        first = first if saves_inputs[0] and cached is None else first.without_input()
         second = second if saves else second.without_input()
-        ctx.save_for_backward(y, bias, *first.tensors(), *second.tensors())
-        ctx.layouts = first.layout, second.layout
+        of_cached, ctx.restore = ((), None) if cached is None else cached
+        ctx.save_for_backward(y, bias, *first.tensors(), *second.tensors(), *of_cached)
+        ctx.layouts, ctx.cached = (first.layout, second.layout), len(of_cached)
         return out
 
     @staticmethod
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
         y, bias, *tensors = ctx.saved_tensors
-        half = len(tensors) // 2
-        first = SavedForBackward(*tensors[:half], layout=ctx.layouts[0])
-        second = SavedForBackward(*tensors[half:], layout=ctx.layouts[1])
+        own = len(tensors) - ctx.cached
+        first = SavedForBackward(*tensors[: own // 2], layout=ctx.layouts[0])
+        second = SavedForBackward(*tensors[own // 2 : own], layout=ctx.layouts[1])
         fc1, fc2, rng_step, activation = ctx.mlp.linear_fc1, ctx.mlp.linear_fc2, ctx.rng_step, ctx.activation
         input_fusion, grad_output_fusion = ctx.fusion
         needs_x, needs_w1, needs_bias, needs_w2 = ctx.needs_input_grad[:4]
@@ -113,20 +115,24 @@ class _MlpFunction(torch.autograd.Function):
             return grad or fc2.bound_gemms.grad_output(dout, rng_step, update_amax=ctx.update_amax, gemms=gemms2)
 
         def dy1() -> GradOutput:
+            nonlocal dactive  # freed as soon as it has been read, as the matrix is once both directions are cast
+            of_active, dactive = dactive, None
             if grad_output_fusion == "source":
-                computed, sums = activation.grad_source(dactive, y, bias), bias is not None
+                computed, sums = activation.grad_source(of_active, y, bias), bias is not None
                 return fc1.bound_gemms.grad_output(computed, rng_step, bias=sums, update_amax=ctx.update_amax)
             amax = _room_for_amax(y, grad_output_fusion)
-            matrix, dbias = activation.backward(dactive, y, bias, amax)
+            matrix, dbias = activation.backward(of_active, y, bias, amax)
+            del of_active
             grad = fc1.bound_gemms.grad_output(matrix, rng_step, amax=amax, update_amax=ctx.update_amax, gemms=gemms1)
-            return replace(grad, bias=dbias)
+            return replace(grad.without_matrix(), bias=dbias)
 
         recompute = partial(_active, activation, y, bias, input_fusion) if second.x is None else None
         dactive, dw2, _ = gradients(fc2, dy2, second, rng_step, _alone(fc2), gemms2, recompute)
         dx = dw1 = dbias = None
         if dactive is not None:
-            dx, dw1, dbias = gradients(fc1, dy1, first, rng_step, _tp_config(fc1), gemms1)
-        return dx, dw1, dbias, dw2, None, None, None, None, None, None
+            restore = None if ctx.restore is None else lambda: (ctx.restore(*tensors[own:]), None)
+            dx, dw1, dbias = gradients(fc1, dy1, first, rng_step, _tp_config(fc1), gemms1, restore)
+        return dx, dw1, dbias, dw2, None, None, None, None, None, None, None
 
 
 def _active(
@@ -229,6 +235,7 @@ class LowPrecMLP(CachedSwigluMLP):
             saves_inputs,
             fusion,
             channel,
+            fc1.cached_input(hidden_states) if saves_inputs[0] else None,
         )
         y = y.view(-1, *hidden_states.shape[1:-1], y.shape[-1])
         return fc2.reduce_output(y, channel), fc2.bias

@@ -14,7 +14,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.kernels.cast_fp8.prologue import norm_output
 from megatron_lowprec.kernels.layernorm.reference import Normalized
-from megatron_lowprec.linear.layer_tensors import CastFusion
+from megatron_lowprec.linear.layer_tensors import CachedInput, CastFusion
 from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.fusion import attach_metadata, attach_residual, placeholder_like
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
@@ -105,7 +105,19 @@ def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | No
     y = _normalized(norm, x, bias, lambda rows: dispatch.norm(rows, weight, bias, eps, amax))
     if amax is not None:
         attach_metadata(y, amax=amax)
+    if norm.computes_again and x.is_contiguous() and not norm._forward_hooks:
+        attach_metadata(y, cached_input=_computed_again(x, weight, bias, eps))
     return y
+
+
+def _computed_again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> CachedInput:
+    """The norm's output [T, H] from what its backward pass saves in any case, with the same bits."""
+
+    def restore(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return dispatch.norm(rows, weight, bias, eps, None).y
+
+    saved = (x.detach().view(-1, x.shape[-1]), weight.detach())
+    return CachedInput(saved if bias is None else (*saved, bias.detach()), restore)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -114,9 +126,11 @@ class LayerNorm(nn.LayerNorm):
     Attributes:
         consumer: the only consumer of the output, if there is one; used on a GPU. In training under delayed scaling the
             output is then a NaN placeholder with the layer's operands attached, else it may have its amax attached.
+        computes_again: the linear layer behind may compute the output in its backward pass instead of saving it.
     """
 
     consumer: Consumer | None = None
+    computes_again = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H] in the dtype of x."""
@@ -124,9 +138,10 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` with a weight; ``consumer`` as ``LayerNorm``."""
+    """``nn.RMSNorm`` with a weight; ``consumer`` and ``computes_again`` as ``LayerNorm``."""
 
     consumer: Consumer | None = None
+    computes_again = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H] in the dtype of x."""
@@ -154,8 +169,11 @@ class Norm:
         return norm.to(config.params_dtype)
 
 
-def link_norms(layer: TransformerLayer) -> None:
-    """Link each norm to the linear layer that is the only consumer of its output, if there is one."""
+def link_norms(layer: TransformerLayer, save_memory: bool = False) -> None:
+    """Link each norm to the linear layer that is the only consumer of its output, if there is one.
+
+    ``save_memory``: a quantized layer that would save the output for its backward pass computes it again.
+    """
     # recomputation reads the norm's output from the saved tensors, without attached metadata
     behind = (
         (layer.input_layernorm, layer.self_attention, "linear_qkv", layer.recompute_input_layernorm),
@@ -168,3 +186,4 @@ def link_norms(layer: TransformerLayer) -> None:
             whole = not linear.config.sequence_parallel or linear.bound_gemms.gathers == "input"
             alone = not run_again and whole
             norm.consumer = Consumer(linear) if alone else None
+            norm.computes_again = save_memory and not run_again and linear.bound_gemms.recipe.quantized

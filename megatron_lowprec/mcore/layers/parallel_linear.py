@@ -24,7 +24,7 @@ from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.linear.layer_tensors import CachedInput, GradOutput, SavedForBackward, backward_gemms
 from megatron_lowprec.linear.linear_gemms import Gather, LinearGemms
 from megatron_lowprec.linear.once_differentiable import once_differentiable
-from megatron_lowprec.mcore.collectives import gather_codes, gather_sequence, scatter_sequence
+from megatron_lowprec.mcore.collectives import ReduceScatter, gather_codes, gather_sequence, scatter_sequence
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_cache, attached_input, cached_amax
 from megatron_lowprec.mcore.optim.stored_gradient import writable_main_grad
 from megatron_lowprec.mcore.rng_step import StepCounter, current_rng_step
@@ -74,6 +74,9 @@ def gradients(
     """
     linear_gemms, gathering, reducing = layer.bound_gemms, None, None
     dx = dw = None
+    if tp.sequence_parallel and recompute is not None and saved.x is None and "wgrad" in gemms:
+        tokens, _ = recompute()  # of this rank, which are gathered here
+        saved = saved._replace(x=tokens.view(saved.layout.shape))
     if tp.sequence_parallel and saved.x is not None:
         whole, gathering = gather_sequence(saved.x, tp.tp_group, async_op=True)
         saved = saved._replace(x=whole)
@@ -172,30 +175,6 @@ class _ParallelLinearFunction(torch.autograd.Function):
         recompute = None if ctx.restore is None else restored
         found = gradients(ctx.layer, dy, saved, ctx.rng_step, ctx.tp, gemms, recompute)
         return *found, None, None, None, None, None, None, None
-
-
-@once_differentiable("a reduce-scatter whose gradient is gathered as codes")
-class _ReduceScatter(torch.autograd.Function):
-    """Sums a row-parallel layer's output over the ranks, each of which keeps its tokens; gathers dy as FP8 codes."""
-
-    @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx, y: torch.Tensor, channel: GradOutputChannel, group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.channel, ctx.group, ctx.y_shape = channel, group, y.shape
-        shard, reducing = scatter_sequence(y, group)
-        if reducing is not None:
-            reducing.wait()
-        return shard
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        channel, linear_gemms = ctx.channel, ctx.channel.linear_gemms
-        shard = channel.get(dy)
-        if shard is None:
-            shard = linear_gemms.grad_output(dy.reshape(-1, dy.shape[-1]), channel.rng_step, shard=True)
-        grad = linear_gemms.gathered_grad_output(shard, partial(gather_codes, group=ctx.group))
-        return channel.put(grad).view(ctx.y_shape), None, None
 
 
 class LowPrecLinearMixin:
@@ -311,6 +290,15 @@ class LowPrecLinearMixin:
 class LowPrecColumnParallelLinear(LowPrecLinearMixin, ColumnParallelLinear):
     """ColumnParallelLinear under a recipe; weight [out / tensor-parallel ranks, in]."""
 
+    def cached_input(self, x: torch.Tensor) -> CachedInput | None:
+        """What the norm in front attached, where the layer would save x in the compute dtype."""
+        attached, linear_gemms = attached_cache(x), self.bound_gemms
+        if attached is None or linear_gemms.gathers == "input":
+            return None
+        linear_gemms.backends.resolve(self.weight)
+        codes = not self.sequence_parallel and linear_gemms.saves_codes(x)
+        return None if codes else attached
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if self.tp_group.size() == 1:
@@ -333,16 +321,22 @@ class LowPrecRowParallelLinear(LowPrecLinearMixin, RowParallelLinear):
 
     Attributes:
         input_format: format of the input saved for backward; None for the compute dtype, or the codes of its GEMMs.
+        casts_again: save the input, which its producer saves as well, and cast it for wgrad in the backward pass.
         receives_codes: of an expert: the token dispatcher may put codes of dy.
     """
 
     input_format: Format | None = None
+    casts_again = False
     receives_codes = False
 
     def cached_input(self, x: torch.Tensor) -> CachedInput | None:
-        """The codes that x's producer attached, else codes in ``input_format`` if there is one."""
+        """The codes that x's producer attached, else codes in ``input_format`` if there is one, or x as it is."""
         attached = attached_cache(x)
-        return CachedInput.of(x, self.input_format) if attached is None and self.input_format is not None else attached
+        if attached is None and self.input_format is not None:
+            return CachedInput.of(x, self.input_format)
+        if attached is None and self.casts_again:
+            return CachedInput((x.detach(),), lambda x: x.reshape(-1, x.shape[-1]))
+        return attached
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As Megatron-core's; an expert's output is not a view, since its bias is added in place."""
@@ -364,7 +358,7 @@ class LowPrecRowParallelLinear(LowPrecLinearMixin, RowParallelLinear):
     def reduce_output(self, y: torch.Tensor, channel: GradOutputChannel | None) -> torch.Tensor:
         """Sum of y [s, b, O] over the ranks, of this rank's tokens under sequence parallelism, with its channel."""
         if channel is not None and channel.shard:
-            output: torch.Tensor = _ReduceScatter.apply(y, channel, self.tp_group)
+            output: torch.Tensor = ReduceScatter.apply(y, channel, self.tp_group)
         elif self.sequence_parallel:
             output = reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group)
         else:

@@ -318,6 +318,18 @@ def continued(saved: Saved, config: Config, given: Collection[str]) -> tuple[Con
     return replace(config, seed=seed), [f"seed: the checkpoint's {seed}"]
 
 
+def stored_weights(saved: Saved, config: Config, given: Collection[str]) -> tuple[Config, list[str]]:
+    """--fp8-param-gather as in the checkpoint's run, unless it is given: codes of bf16 weights can differ in a bit."""
+    before = saved.content["options"].get("fp8_param_gather", False)
+    if "fp8_param_gather" in given or before == bool(config.fp8_param_gather):
+        return config, []
+    if before:
+        return config, [
+            "--fp8-param-gather: off, where the checkpoint's run had FP8 weights; codes can differ in a bit"
+        ]
+    return replace(config, fp8_param_gather=False), ["--fp8-param-gather: off, as in the checkpoint's run"]
+
+
 def recipe_to_continue(config: Config) -> tuple[Recipe, str] | None:
     """The recipe of the checkpoint that a run continues from, with --recipe-override applied, and its stored name.
 

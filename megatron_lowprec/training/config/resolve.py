@@ -16,6 +16,7 @@ from megatron_lowprec.te.translation import INSTALL
 from megatron_lowprec.training.config.arguments import flag, required
 from megatron_lowprec.training.config.data_options import resolve_data
 from megatron_lowprec.training.config.fields import check_divisible, require
+from megatron_lowprec.training.config.memory_options import resolve_memory
 from megatron_lowprec.training.config.options import OPTIONS, Config, options_with, unmet
 from megatron_lowprec.training.config.recipe_checks import check_saved_activations, check_stored_gradients
 from megatron_lowprec.training.data.blend import resolve_phase
@@ -80,7 +81,8 @@ def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
     on = [name for name, wanted in needed.items() if wanted and not getattr(config, name)]
     notes = [f"recipe {recipe.name}: {flag(name)} is on, which it needs" for name in on]
     changes: dict[str, Any] = dict.fromkeys(on, True)
-    return replace(config, **changes), notes
+    config, more = resolve_memory(replace(config, **changes), recipe)
+    return config, notes + more
 
 
 def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:

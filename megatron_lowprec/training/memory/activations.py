@@ -90,13 +90,15 @@ def backward_of_a_layer(config: Config, runs: Execution) -> float:
     mlp = architecture_of(config).mlp
     wide = mlp.backward_bytes(config)
     gates = 2 if any(site.gated for site in mlp.linear_sites(config, require(config.num_layers))) else 1
-    operands = 0.0
+    gradients, operands = (1 + gates) * wide, 0.0
     if any(linear.wgrad.quantized or linear.dgrad.quantized for linear in runs.recipe.linear_recipes):
-        operands = 2 * gates * wide + _other_operand(config, runs, stream)  # dy, rowwise and columnwise; x or w
+        # dy beside its operands, rowwise and columnwise, once the activation's gradient has been read
+        gradients = max(gradients, gates * wide * (1 + 2 * runs.grad_output_width(config) / width_of(config)))
+        operands = _other_operand(config, runs, stream)  # x or w
     decoded = 0.0
     if runs.recipe.activations.swiglu_input != "none":
         decoded = (1 + gates) * wide  # SwiGLU's output, and its decoded input
-    return stream + (1 + gates) * wide + operands + decoded
+    return stream + gradients + operands + decoded
 
 
 def _other_operand(config: Config, runs: Execution, stream: float) -> float:

@@ -51,6 +51,17 @@ class Execution:
         native = self.native_gemms(config, site)
         return {"fprop", "wgrad"} <= native and linear.fprop.input == linear.wgrad.input
 
+    def computes_again(self, config: Config, layer: int, name: str) -> bool:
+        """Whether --save-memory lets a quantized layer compute the norm's output in front of it again."""
+        # of other architectures the plan does not tell which inputs are codes
+        if not (config.save_memory and self.fused and architecture_of(config).plans_fp8_inputs):
+            return False
+        return self.linear(config, layer, name).quantized and not self.keeps_codes(config, layer, name)
+
+    def casts_again(self, config: Config) -> bool:
+        """Whether --save-memory lets linear_proj save no codes beside attention's output."""
+        return bool(config.save_memory) and not self.recipe.moves_within_steps
+
     def recomputes_gelu(self, config: Config) -> bool:
         """Whether --recompute-gelu recomputes the input of linear_fc2 in the backward pass."""
         return config.recompute_gelu and self.fused and architecture_of(config).mlp.fuses_activation(config)
@@ -68,6 +79,15 @@ class Execution:
         linear = self.linear(config, site.layer_number, site.name)
         emulate = emulated_rows(config.emulate, config.native)
         return native_gemms(linear, Target(self.arch, *site.sizes_on_rank(ranks)), emulate)
+
+    def grad_output_width(self, config: Config) -> int:
+        """Bytes of a value of dy as operand: of codes if all layers with quantized gradients multiply these."""
+        for site in linear_sites(config):
+            linear = self.linear(config, site.layer_number, site.name)
+            quantized = {name for name in SIDES["grad_output"] if linear.gemms[name].quantized}
+            if not quantized <= self.native_gemms(config, site):
+                return width_of(config)
+        return 1
 
     def cached_weight_bytes(self, config: Config, site: LinearSite, gemm: str) -> float:
         """Bytes an entry of a weight cached for a GEMM: its codes and scales if native, else the dtype's."""

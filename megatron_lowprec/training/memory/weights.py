@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from megatron_lowprec.recipe.coverage import (
     LinearSite,
+    cached_weights,
     primary_weight_spec,
-    weights_of_all_microbatches,
 )
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
@@ -132,7 +132,7 @@ def _kept_weights(config: Config, runs: Execution, gpus: int, stage: int) -> flo
     for site, weights in _quantized_layers(config, runs, stage):
         native = runs.native_gemms(config, site)
         linear = runs.linear(config, site.layer_number, site.name)
-        kept = weights_of_all_microbatches(linear)
+        kept = cached_weights(linear, bool(config.save_memory))
         if runs.keeps_primary_weights(config):  # only a transposed copy, which native GEMMs read
             kept = ["dgrad"] if "dgrad" in native else []
         elif len(kept) > 1 and runs.shares_weight(config, site):

@@ -56,10 +56,11 @@ class RecipeOptions(Group):
         Part.OUTPUT,
         sweep="pretrain_gpt.py itself",
     )
-    fp8_param_gather: bool = arg(
-        False,
+    fp8_param_gather: bool | None = arg(
+        None,
         "keep linear layers' weights as FP8 codes, without a bf16 copy, and gather them so; needs "
-        "--use-distributed-optimizer, and a recipe with one FP8 weight for fprop and dgrad",
+        "--use-distributed-optimizer, and a recipe with one FP8 weight for fprop and dgrad; by default on from 1e9 "
+        "parameters on, where these allow it (ours)",
         Part.EXECUTION,
     )
     fp8_sequence_parallel_gather: bool = arg(

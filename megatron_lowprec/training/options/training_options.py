@@ -96,6 +96,12 @@ class TrainingOptions(Group):
         "on a GPU, keep only the output of linear_fc1 and compute its GELU or SwiGLU again in the backward pass",
         needs="transformer_impl=local",
     )
+    save_memory: bool | None = arg(
+        None,
+        "quantized layers keep less, with the same bits: outputs of norms are computed and attention's are cast again "
+        "in the backward pass, and weights are cast for each microbatch; by default on from 1e9 parameters on (ours)",
+        needs="transformer_impl=local",
+    )
     recompute_method: Literal["uniform", "block"] | None = arg(None, "which layers full recompute takes")
     recompute_num_layers: int | None = arg(
         None, "layers of one recomputed chunk (uniform) or recomputed layers (block)"

@@ -12,7 +12,7 @@ from megatron_lowprec import UserError, load_recipe
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.report import groups
 from megatron_lowprec.training.checkpoint import changes
-from megatron_lowprec.training.checkpoint.resume import Saved
+from megatron_lowprec.training.checkpoint.resume import Saved, stored_weights
 from megatron_lowprec.training.config.options import NO_EFFECT, Config
 from megatron_lowprec.training.config.phase_options import check_phase_iters, continued_phases, with_steps
 from megatron_lowprec.training.schedule import Schedule, plan
@@ -110,3 +110,23 @@ def test_a_phase_stays_where_it_began(
 def test_iterations_of_phases_need_a_fraction() -> None:
     with pytest.raises(UserError, match="--recipe-phase-iters 4 does nothing: no phase of recipe bf16 begins at"):
         check_phase_iters(replace(DEFAULT, recipe_phase_iters=4), load_recipe("bf16"))
+
+
+@pytest.mark.parametrize(
+    ("before", "by_default", "given", "after", "note"),
+    [
+        (False, True, (), False, "--fp8-param-gather: off, as in the checkpoint's run"),
+        (None, True, (), False, "--fp8-param-gather: off, as in the checkpoint's run"),  # of a version without it
+        (False, True, ("fp8_param_gather",), True, None),
+        (True, True, (), True, None),
+        (True, False, (), False, "--fp8-param-gather: off, where the checkpoint's run had FP8 weights"),
+    ],
+)
+def test_a_resumed_run_keeps_its_weights_storage(
+    before: bool | None, by_default: bool, given: tuple[str, ...], after: bool, note: str | None
+) -> None:
+    now = replace(DEFAULT, fp8_param_gather=by_default)
+    config, notes = stored_weights(saved(replace(DEFAULT, fp8_param_gather=before)), now, frozenset(given))
+    assert config == replace(now, fp8_param_gather=after)
+    assert len(notes) == (note is not None)
+    assert all(found.startswith(note or "") for found in notes)

@@ -16,7 +16,7 @@ from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
-from megatron_lowprec.recipe.coverage import weights_of_all_microbatches
+from megatron_lowprec.recipe.coverage import cached_weights
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import HistorySpec
 from tools.bench.measure import distance, errors_as_faults
@@ -89,7 +89,7 @@ class RecipeGemms:
 
 def keeps_weights(recipe: str) -> bool:
     """Whether any quantized weight is the same for all microbatches of a step, so that it can be cached."""
-    return bool(weights_of_all_microbatches(get_recipe(recipe)))
+    return bool(cached_weights(get_recipe(recipe)))
 
 
 class TorchGemms:

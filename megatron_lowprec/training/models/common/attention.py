@@ -10,7 +10,7 @@ from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.fields import check_divisible, require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.interface import Sharding
-from megatron_lowprec.training.models.common.rank_sizes import cached, saved_input, stream_bytes, tokens_of, width_of
+from megatron_lowprec.training.models.common.rank_sizes import cached, norm_output, tokens_of, width_of
 
 if TYPE_CHECKING:
     from megatron_lowprec.training.memory.layout import Execution
@@ -89,12 +89,13 @@ def activations(config: Config, runs: Execution | None, layer: int) -> dict[str,
     key_value = tokens * config.num_query_groups * channels * width / tensor
     turned, grouped = config.position_embedding_type == "rope", config.num_query_groups < heads
     saved = {
-        "input of linear_qkv": saved_input(config, runs, layer, "self_attention.linear_qkv", stream_bytes(config)),
+        "input of linear_qkv": norm_output(config, runs, layer, "self_attention.linear_qkv"),
         "output of linear_qkv": query + 2 * key_value,
     }
     codes = output_codes(runs, query / width)
     saved |= codes or {"input of linear_proj (output of attention)": query}
-    if not codes and runs is not None and runs.keeps_codes(config, layer, "self_attention.linear_proj"):
+    own = runs is not None and not runs.casts_again(config)  # linear_proj's, beside attention's
+    if not codes and own and runs.keeps_codes(config, layer, "self_attention.linear_proj"):
         saved["FP8 codes of linear_proj's input"] = query / width
     if turned or grouped:
         saved["queries and keys on their own"] = query + (key_value if turned else 0.0)

@@ -10,7 +10,7 @@ from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.interface import Sharding
-from megatron_lowprec.training.models.common.rank_sizes import cached, saved_input, stream_bytes, tokens_of, width_of
+from megatron_lowprec.training.models.common.rank_sizes import cached, norm_output, saved_input, tokens_of, width_of
 
 if TYPE_CHECKING:
     from megatron_lowprec.training.memory.layout import Execution
@@ -89,7 +89,7 @@ def activations(config: Config, runs: Execution | None, layer: int) -> dict[str,
     """Bytes saved for backward; --recompute-gelu and a format of SwiGLU's input do not save linear_fc2's input."""
     wide = backward_bytes(config)
     saved = {
-        "input of the MLP": saved_input(config, runs, layer, "mlp.linear_fc1", stream_bytes(config)),
+        "input of the MLP": norm_output(config, runs, layer, "mlp.linear_fc1"),
     }
     codes = swiglu_codes(config, runs, wide)
     if codes:

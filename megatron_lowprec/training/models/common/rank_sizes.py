@@ -43,6 +43,13 @@ def saved_input(config: Config, runs: Execution | None, layer: int, linear: str,
     return size / width_of(config) if runs is not None and runs.keeps_codes(config, layer, linear) else size
 
 
+def norm_output(config: Config, runs: Execution | None, layer: int, linear: str) -> float:
+    """Bytes of the input that a linear layer saves behind a norm; none if it is computed again."""
+    if runs is not None and runs.computes_again(config, layer, linear):
+        return 0.0
+    return saved_input(config, runs, layer, linear, stream_bytes(config))
+
+
 def cached(runs: Execution | None, activation: str, name: str, entries: float) -> dict[str, float]:
     """Name and bytes of an activation of that many entries that the recipe saves in a format; empty without one.
 

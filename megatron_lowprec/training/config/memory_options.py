@@ -1,0 +1,57 @@
+"""Options that save memory by default in large models, where their share of the time is small."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_lowprec.recipe.coverage import primary_weight_spec
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.sizes import has_experts, num_non_embedding_parameters
+
+LARGE = 1e9  # parameters without embeddings
+
+
+def resolve_memory(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
+    """Fill --fp8-param-gather and --save-memory, with notes about those that are on by the model's size."""
+    large = config.transformer_impl == "local" and num_non_embedding_parameters(config) >= LARGE
+    notes = []
+    if config.fp8_param_gather is None:
+        reason = _why_not_fp8(config, recipe) if large else None
+        config = replace(config, fp8_param_gather=large and reason is None)
+        if config.fp8_param_gather:
+            notes.append(
+                "--fp8-param-gather is on, as from 1e9 parameters on: --no-fp8-param-gather keeps bf16 weights"
+            )
+        elif reason is not None and _has_primary_weights(recipe):
+            notes.append(f"--fp8-param-gather is off: {reason}")
+    if config.save_memory is None and config.transformer_impl == "local":
+        config = replace(config, save_memory=large and recipe.quantized)
+        if config.save_memory:
+            notes.append(
+                "--save-memory is on, as from 1e9 parameters on: --no-save-memory keeps more, for 1 to 2% of the time"
+            )
+    return config, notes
+
+
+def _has_primary_weights(recipe: Recipe) -> bool:
+    return any(primary_weight_spec(linear) is not None for linear in recipe.linear_recipes)
+
+
+def _why_not_fp8(config: Config, recipe: Recipe) -> str | None:
+    """Why weights are not FP8 codes by default; None if they are."""
+    if not _has_primary_weights(recipe) or recipe.phases:
+        return f"recipe {recipe.name} does not keep one FP8 weight for fprop and dgrad"
+    if has_experts(config):
+        return "its cost is not measured with experts"
+    needs = {"--use-distributed-optimizer": config.use_distributed_optimizer, "--bf16": config.bf16}
+    missing = [option for option, given in needs.items() if not given]
+    if missing:
+        return f"it needs {' and '.join(missing)}"
+    reads = {
+        "--capture-step": config.capture_step,
+        "--log-quantization-interval": config.log_quantization_interval,
+        "--rerun-in-bf16": config.rerun_in_bf16,
+    }
+    reading = [option for option, given in reads.items() if given]
+    return f"{' and '.join(reading)} read weights in bf16" if reading else None

@@ -92,8 +92,9 @@ def backward_of_a_layer(config: Config, runs: Execution) -> float:
     gates = 2 if any(site.gated for site in mlp.linear_sites(config, require(config.num_layers))) else 1
     gradients, operands = (1 + gates) * wide, 0.0
     if any(linear.wgrad.quantized or linear.dgrad.quantized for linear in runs.recipe.linear_recipes):
-        # dy beside its operands, rowwise and columnwise, once the activation's gradient has been read
-        gradients = max(gradients, gates * wide * (1 + 2 * runs.grad_output_width(config) / width_of(config)))
+        of_dy = 2 * gates * wide * runs.grad_output_width(config) / width_of(config)  # rowwise and columnwise
+        # the gradient that dy is computed from is freed by then; measured plans of small models count it nevertheless
+        gradients = max(gradients, gates * wide + of_dy) if config.save_memory else (1 + 3 * gates) * wide
         operands = _other_operand(config, runs, stream)  # x or w
     decoded = 0.0
     if runs.recipe.activations.swiglu_input != "none":

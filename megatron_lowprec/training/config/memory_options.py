@@ -28,9 +28,7 @@ def resolve_memory(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
     if config.save_memory is None and config.transformer_impl == "local":
         config = replace(config, save_memory=large and recipe.quantized)
         if config.save_memory:
-            notes.append(
-                "--save-memory is on, as from 1e9 parameters on: --no-save-memory keeps more, for 1 to 2% of the time"
-            )
+            notes.append("--save-memory is on, as from 1e9 parameters on: --no-save-memory keeps more activations")
     return config, notes
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_lowprec.kernels.mx_gemm import native
-from megatron_lowprec.kernels.mx_gemm.operand import MxOperand, aligned_codes, from_tiles, to_tiles
-from megatron_lowprec.kernels.mx_gemm.reference import mx_gemm, values
+from megatron_lowprec.kernels.mx_gemm.operand import MxOperand, aligned_codes, from_tiles, of_experts, to_tiles
+from megatron_lowprec.kernels.mx_gemm.reference import mx_gemm, mx_grouped_gemm, values
 from tests.kernels.interpreted import assert_no_differences
 from tests.kernels.mx_gemm_cases import KINDS, differences, operand, square_differences
 from tests.weekly import also_weekly
@@ -147,6 +147,68 @@ def test_torch_takes_the_operands(kind: tuple[str, int]) -> None:
     cut = on_meta[0]._replace(scales=on_meta[0].scales[:-512])
     with pytest.raises(RuntimeError, match="scale_a must have"):
         native.mx_gemm(cut, on_meta[1], out_dtype=torch.bfloat16)
+
+
+# ---- experts
+
+
+def group(
+    fmt: str, block: int, rows: tuple[int, ...]
+) -> tuple[list[tuple[MxOperand, MxOperand]], MxOperand, MxOperand]:
+    """Operands of each expert, and those of all."""
+    above = (0.5, 0.25, 3.0) if block == 16 else (None,) * 3
+    pairs = [
+        (operand(count, 176, fmt, block, at, above[at]), operand(144, 176, fmt, block, 10 + at, above[-at]))
+        for at, count in enumerate(rows)
+    ]
+    a, b = (of_experts([pair[side] for pair in pairs]) for side in range(2))
+    return pairs, a, b._replace(codes=b.codes.unflatten(0, (len(rows), -1)))
+
+
+@pytest.mark.parametrize("kind", [("e2m1", 16), ("e4m3", 32), ("e5m2", 32)])
+def test_products_of_experts_are_those_of_each(kind: tuple[str, int]) -> None:
+    """Tiles of scales begin anew with each expert: more than a tile of rows, none, and a part of one."""
+    rows = (130, 0, 40)
+    pairs, a, b = group(*kind, rows)
+    ends = torch.tensor(rows).cumsum(0).int()
+    found = mx_grouped_gemm(a, b, ends, alpha=1.5, out_dtype=torch.float32)
+    assert torch.equal(found, torch.cat([mx_gemm(*each, alpha=1.5, out_dtype=torch.float32) for each in pairs]))
+    tiles = a.scales.view(-1, 512)
+    for wrong in (
+        (a._replace(scales=torch.cat((tiles[-1:], tiles[:-1])).flatten()), b),  # of another expert
+        (a, b._replace(codes=b.codes.flip(0))),
+        (a, b._replace(codes=b.codes.mT.contiguous().mT)),  # which lie in columns
+    ):
+        assert not torch.equal(mx_grouped_gemm(*wrong, ends, alpha=1.5, out_dtype=torch.float32), found)
+
+
+@pytest.mark.parametrize("kind", [("e2m1", 16), ("e4m3", 32)])
+def test_torch_takes_the_operands_of_experts(kind: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments by torch's schema; sizes by its meta function of MXFP8's former operator, as the operator has none."""
+    rows = (130, 0, 40)
+    _, a, b = group(*kind, rows)
+    fields = torch.ops.aten._scaled_grouped_mm_v2.default._schema.arguments
+
+    def product(*arguments: Any) -> torch.Tensor:
+        given = dict(zip([field.name for field in fields], arguments, strict=True))
+        assert [len(given[each]) for each in ("scale_a", "recipe_a", "swizzle_a")] == [1 + (kind[1] == 16)] * 3
+        of_blocks = [given["scale_a"][0], given["scale_b"][0]]
+        padded = 12 if kind[1] == 16 else 8  # scales along K, a multiple of 4
+        assert [tuple(each.shape) for each in of_blocks] == [(3 * 128, padded), (3, 256 * padded)]
+        if kind[1] == 16:
+            assert [each[1].tolist() for each in (given["scale_a"], given["scale_b"])] == [
+                [0.75, 0.375, 4.5],
+                [0.5, 3.0, 0.25],
+            ]
+            return torch.empty(170, 144, dtype=given["out_dtype"])
+        on_meta = [each.to("meta") for each in (given["self"], given["mat2"], *of_blocks, given["offs"])]
+        return torch._scaled_grouped_mm(*on_meta, out_dtype=given["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm_v2", product)
+    alpha = 1.5 if kind[1] == 16 else 1.0
+    ends = torch.tensor(rows).cumsum(0).int()
+    found = native.mx_grouped_gemm(a, b, ends, alpha=alpha, out_dtype=torch.bfloat16)
+    assert (found.shape, found.dtype) == ((170, 144), torch.bfloat16)
 
 
 # ---- the kernel

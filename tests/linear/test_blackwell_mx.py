@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -19,8 +19,10 @@ from megatron_lowprec.kernels.mx_gemm import reference
 from megatron_lowprec.kernels.mx_gemm.operand import MxOperand, aligned_codes, from_tiles
 from megatron_lowprec.kernels.quantize.reference import encode
 from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule
+from megatron_lowprec.linear import grouped_gemms
 from megatron_lowprec.linear.backends import resolved, table
 from megatron_lowprec.linear.backends.blackwell_mx import dense, sampled
+from megatron_lowprec.linear.backends.blackwell_mx import grouped as blackwell_grouped
 from megatron_lowprec.linear.backends.blackwell_mx.operands import operand_of
 from megatron_lowprec.linear.backends.blackwell_mx.start_check import NativeCheckWarning, StartChecks, of_frequencies
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, product_of, why_not
@@ -150,20 +152,115 @@ def test_cached_weights_and_both_gradients_formats() -> None:
 @pytest.mark.parametrize("name", also_weekly(BLOCK_SCALED, ("mxfp4_rht_sr", "nvfp4_all")))
 def test_experts_equal_emulated_ones_bit_for_bit(name: str) -> None:
     """One after the other; an expert without tokens is emulated."""
-
-    def run() -> dict[str, torch.Tensor]:
-        experts = GroupedLinearGemms([gemms_of(name, expert) for expert in range(len(TOKENS))])
-        generator = torch.Generator().manual_seed(4)
-        weights = [torch.randn(OUT, IN, generator=generator).bfloat16() for _ in TOKENS]
-        x, dy = (torch.randn(sum(TOKENS), size, generator=generator).bfloat16() for size in (IN, OUT))
-        y, saved = experts.forward(x, TOKENS, weights, STEP, save_input=True)
-        dx, dw = experts.backward(dy, TOKENS, saved, STEP, [torch.ones(OUT, IN) for _ in TOKENS])
-        assert dx is not None
-        return {"y": y, "dx": dx, "dw": torch.stack([each for each in dw if each is not None])}
-
-    want = run()
+    want = of_experts(name)
     with pretended():
-        same(run(), want)
+        same(of_experts(name), want)
+
+
+def of_experts(name: str, main_grads: bool = True) -> dict[str, torch.Tensor]:
+    """Passes of a group, with weight gradients added to fp32 ones or new ones."""
+    experts = GroupedLinearGemms([gemms_of(name, expert) for expert in range(len(TOKENS))])
+    generator = torch.Generator().manual_seed(4)
+    weights = [torch.randn(OUT, IN, generator=generator).bfloat16() for _ in TOKENS]
+    x, dy = (torch.randn(sum(TOKENS), size, generator=generator).bfloat16() for size in (IN, OUT))
+    y, saved = experts.forward(x, TOKENS, weights, STEP, save_input=True)
+    dx, dw = experts.backward(dy, TOKENS, saved, STEP, [torch.ones(OUT, IN) if main_grads else None for _ in TOKENS])
+    assert dx is not None
+    return {"y": y, "dx": dx, "dw": torch.stack([each for each in dw if each is not None])}
+
+
+@contextmanager
+def grouped(arch: str = "sm100") -> Iterator[Mock]:
+    """Experts on a pretended GPU with torch's grouped product, which is the CPU's model; its calls."""
+    with (
+        pretended(arch),
+        patch.object(grouped_gemms, "fuses", lambda _: True),
+        patch.object(blackwell_grouped, "arch_of", lambda _: arch),
+        patch.object(reference, "mx_grouped_gemm", wraps=reference.mx_grouped_gemm) as product,
+    ):
+        yield product
+
+
+# MXFP8 in blocks and squares, NVFP4 with squares, draws and tensor scales, four-over-six
+_GROUPED = ("mxfp8", "mxfp8_2d", "nvfp4_all", "nvfp4_four_over_six")
+
+
+@pytest.mark.parametrize("name", also_weekly(BLOCK_SCALED, _GROUPED))
+@pytest.mark.parametrize("main_grads", [True, False], ids=["added", "new"])
+def test_grouped_products_equal_those_of_expert_by_expert(name: str, main_grads: bool) -> None:
+    """fprop and dgrad in one product each, where torch takes them; wgrad expert by expert."""
+    want, gemms = of_experts(name, main_grads), load(name).gemms
+    with grouped() as product:
+        same(of_experts(name, main_grads), want)
+    native = on_blackwell(load(name))
+    taken = {gemm for gemm in native if product_of(gemm, gemms[gemm], "sm100") == "scaled_mm"}
+    assert product.call_count == ("fprop" in taken) + ("dgrad" in taken and "wgrad" in native)
+    assert product.call_count == 2 or name not in _GROUPED
+
+
+def test_codes_of_a_dispatcher_in_a_grouped_product() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(TOKENS), IN, generator=generator).bfloat16()
+    weights = [torch.randn(OUT, IN, generator=generator).bfloat16() for _ in TOKENS]
+    with grouped() as product:
+        experts = GroupedLinearGemms([gemms_of("mxfp8", expert) for expert in range(len(TOKENS))])
+        codes = experts.experts[0].quantize_tokens("input", x, weights[0], STEP)
+        assert codes.spec is not None
+        arrived = unpack_rows(pack_rows(codes), IN, codes.spec, torch.bfloat16)
+        found = [experts.forward(each, TOKENS, weights, STEP)[0] for each in (arrived, x)]
+    assert torch.equal(*found)
+    assert product.call_count == 2
+
+
+@pytest.mark.parametrize(
+    ("arch", "name", "reason"),
+    [
+        ("sm90", "mxfp8", "torch's grouped product of blocks needs one of sm100, sm103, this is sm90"),
+        ("sm120", "mxfp8", "torch's grouped product of blocks needs one of sm100, sm103, this is sm120"),
+        ("sm100", "mxfp4_rht_sr", "torch's grouped product takes MXFP8 of E4M3 without headroom, and NVFP4"),
+        ("sm103", "nvfp4_all", None),
+    ],
+)
+def test_experts_are_multiplied_in_a_loop_elsewhere(arch: str, name: str, reason: str | None) -> None:
+    """On Hopper torch's product takes the CUDA context with it; GEMMs resolve to the row there only if pretended."""
+    with grouped(), patch.object(blackwell_grouped, "arch_of", lambda _: arch):
+        experts = GroupedLinearGemms([gemms_of(name, expert) for expert in range(2)])
+        found = experts.why_in_a_loop("dgrad", torch.zeros(OUT, IN).bfloat16())
+    assert found == (None if reason is None else f"blackwell_mx: {reason}")
+
+
+@pytest.mark.parametrize("wrong", ["zeros", "refused", "order"])
+def test_a_wrong_grouped_product_is_replaced_by_the_loop(wrong: str) -> None:
+    """Products of single experts are checked on their own and stay native, also where they are required."""
+    model = reference.mx_grouped_gemm
+
+    def product(a: MxOperand, b: MxOperand, ends: torch.Tensor, **options: Any) -> torch.Tensor:
+        if wrong == "refused":
+            raise NotImplementedError("grouped gemm requires compile with a library")
+        if wrong == "order":
+            return model(a, b._replace(codes=b.codes.flip(0)), ends, **options)
+        return torch.zeros_like(model(a, b, ends, **options))
+
+    want = of_experts("nvfp4_all")
+    with (
+        unchecked(required=True) as start,
+        grouped(),
+        patch.object(blackwell_grouped, "CHECKS", start),
+        patch.object(blackwell_grouped, "_product", lambda _: product),
+        pytest.warns(NativeCheckWarning, match="a grouped native product failed its check"),
+    ):
+        same(of_experts("nvfp4_all"), want)
+    assert not start.fault
+    assert start.experts_fault.startswith("fprop of 3 experts (256, 64) of E2M1 on sm100: ")
+    assert "experts run one after the other" in start.summary()
+    assert len([key for key in start.results if key[0] == "experts"]) == 1
+
+
+def test_right_grouped_products_are_checked() -> None:
+    with unchecked() as start, grouped(), patch.object(blackwell_grouped, "CHECKS", start):
+        of_experts("nvfp4_all")
+    assert not start.experts_fault
+    assert [key[1] for key in start.results if key[0] == "experts"] == ["fprop", "dgrad"]
 
 
 @pytest.mark.parametrize("name", ["mxfp8_2d", "mxfp4_rht_sr", "nvfp4_all"])

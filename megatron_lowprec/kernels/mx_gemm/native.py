@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_lowprec.kernels.mx_gemm.operand import MxOperand
+from megatron_lowprec.kernels.mx_gemm.operand import TILE_BLOCKS, MxOperand
 
 # values of torch.nn.functional.ScalingType and SwizzleType, which the operator takes as integers
 _TENSOR, _BLOCKS, _TILES, _PLAIN = 0, {16: 2, 32: 3}, 1, 0
@@ -49,11 +49,32 @@ def mx_gemm(
     return product if accumulate_into is None or direct is not None else accumulate_into.add_(product)
 
 
-def _scales(operand: MxOperand, alpha: float) -> tuple[list[torch.Tensor], list[int], list[int]]:
-    """Scales, their kinds and their layouts, as the operator takes them; alpha multiplies that of the tensor."""
+def mx_grouped_gemm(
+    a: MxOperand, b: MxOperand, ends: torch.Tensor, *, alpha: float = 1.0, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """As the reference; bf16 only. A library that torch's wheels may lack computes it."""
+    a, b = a.checked(), b.checked()
+    assert alpha == 1.0 or a.block == 16, "torch's scaled product of MXFP8 has no alpha"
+    experts, columns = len(ends), -(-a.columns // (TILE_BLOCKS * a.block)) * TILE_BLOCKS
+    product: torch.Tensor = torch._scaled_grouped_mm_v2(
+        a.codes.view(_CODES[a.format]),
+        b.codes.view(_CODES[b.format]).mT,
+        *_scales(a._replace(scales=a.scales.view(-1, columns)), alpha, experts),
+        *_scales(b._replace(scales=b.scales.view(experts, -1)), 1.0, experts),
+        ends,
+        None,
+        out_dtype,
+        [],
+        False,
+    )
+    return product
+
+
+def _scales(operand: MxOperand, alpha: float, count: int = 1) -> tuple[list[torch.Tensor], list[int], list[int]]:
+    """Scales, their kinds and their layouts, as the operators take them; alpha multiplies those of tensors."""
     of_blocks = operand.scales.view(_SCALES[operand.block])
     if operand.block == 32:
         return [of_blocks], [_BLOCKS[32]], [_TILES]
     one = operand.tensor_scale
-    above = torch.full((1,), alpha, device=of_blocks.device) if one is None else one * alpha
-    return [of_blocks, above.reshape(1)], [_BLOCKS[16], _TENSOR], [_TILES, _PLAIN]
+    above = torch.full((count,), alpha, device=of_blocks.device) if one is None else one * alpha
+    return [of_blocks, above.reshape(count)], [_BLOCKS[16], _TENSOR], [_TILES, _PLAIN]

@@ -6,6 +6,7 @@ tile, the scale of row r and block c is byte ``(r % 32) * 16 + (r // 32) * 4 + c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,16 @@ def aligned_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     missing = -codes.shape[1] % ALIGNED
     codes = pad(codes, (0, missing)) if missing else codes
     return packed(codes) if bits == 4 else codes.contiguous()
+
+
+def of_experts(operands: Sequence[MxOperand]) -> MxOperand:
+    """Operands of experts with one K as one: codes row after row, tiles of each expert, and all their tensor scales."""
+    above = [one.tensor_scale.view(1) for one in operands if one.tensor_scale is not None]
+    return operands[0]._replace(
+        codes=torch.cat([one.checked().codes for one in operands]),
+        scales=torch.cat([one.scales for one in operands]),
+        tensor_scale=torch.cat(above) if above else None,
+    )
 
 
 def to_tiles(scales: torch.Tensor, block_rows: int = 1, rows: int | None = None) -> torch.Tensor:

@@ -6,6 +6,7 @@ because sums have its order.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -46,6 +47,35 @@ def mx_gemm(
         accumulate_into=accumulate_into,
         overwrite=overwrite,
     )
+
+
+def mx_grouped_gemm(
+    a: MxOperand, b: MxOperand, ends: torch.Tensor, *, alpha: float = 1.0, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``mx_gemm`` of each expert, [T, N].
+
+    Args:
+        a: codes [T, P], one expert's rows after another's, tiles of scales of each, tensor scales [experts].
+        b: codes [experts, N, P], tiles of scales of each, tensor scales [experts].
+        ends: int32 [experts], where the rows of each expert end.
+    """
+    return torch.cat([mx_gemm(*one, alpha=alpha, out_dtype=out_dtype) for one in experts(a, b, ends)])
+
+
+def experts(a: MxOperand, b: MxOperand, ends: torch.Tensor) -> Iterator[tuple[MxOperand, MxOperand]]:
+    """Both operands of each expert, by the addresses at which those of ``mx_grouped_gemm`` lie."""
+    (count, N, pitch), bytes_of_b = b.codes.shape, b.scales.numel() // len(ends)
+    codes = a.codes.as_strided(a.codes.shape, (pitch, 1))
+    weights = b.codes.as_strided((count, N, pitch), (N * pitch, pitch, 1))
+    first = scale = 0
+    for expert, end in enumerate(ends.tolist()):
+        bytes_of_a = -(-(end - first) // 128) * -(-a.columns // (4 * a.block)) * 512
+        left = a._replace(codes=codes[first:end], scales=a.scales[scale : scale + bytes_of_a])
+        scales = b.scales[expert * bytes_of_b : (expert + 1) * bytes_of_b]
+        right = b._replace(codes=weights[expert], scales=scales)
+        of_tensors = [None if one.tensor_scale is None else one.tensor_scale[expert] for one in (a, b)]
+        yield left._replace(tensor_scale=of_tensors[0]), right._replace(tensor_scale=of_tensors[1])
+        first, scale = end, scale + bytes_of_a
 
 
 def values(operand: MxOperand) -> torch.Tensor:

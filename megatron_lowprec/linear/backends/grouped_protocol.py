@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from megatron_lowprec.kernels.mx_gemm.operand import MxOperand
 from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
@@ -21,11 +22,12 @@ class GroupOperand(NamedTuple):
 
     Attributes:
         data: of x or dy one matrix of all experts' rows, as the backend pads them; of weights one matrix an expert.
+            ``blackwell_mx`` has types of its own.
         scale: decode scales; None if multiplied into the data, or for an unquantized operand. Emulated operands have
             those of the experts' tensors, fp32 [experts], or None.
     """
 
-    data: torch.Tensor | Sequence[torch.Tensor]
+    data: torch.Tensor | Sequence[torch.Tensor] | Sequence[QuantizedTensor | None] | MxOperand
     scale: torch.Tensor | None = None
 
 

@@ -56,6 +56,7 @@ BACKENDS = (
         "blackwell_mx",
         why_not_blackwell_mx,
         "dense.BlackwellMxGemms",
+        "grouped.GroupedBlackwellMxGemms",
         multiplies_codes=True,
         archs=WITH_BLOCK_SCALES,
         verified=False,

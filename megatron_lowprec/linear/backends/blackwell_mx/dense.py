@@ -26,7 +26,6 @@ from megatron_lowprec.linear.backends.blackwell_mx.start_check import (
     CHECKS,
     Check,
     Key,
-    refused,
 )
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, product_of
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
@@ -197,17 +196,13 @@ class BlackwellMxGemms(EmulatedGemms):
             f"{name} [{left.codes.shape[0]}, {right.codes.shape[0]}] over {left.columns} of {left.format.upper()} and "
             f"{right.format.upper()} on {arch_of(left.codes.device)}"
         )
-        got: torch.Tensor | None = None
-        try:
-            got = product(left, right, **options)
-        except torch.OutOfMemoryError:
-            raise  # says nothing about the product
-        except Exception as error:  # noqa: BLE001 - of torch, cuBLAS or Triton, whose errors have no common class
-            check = refused(what, error)
-        else:
+
+        def compare(got: torch.Tensor) -> Check:
             added = None if before is None else sampled_product(before)
-            check = product_check(what, got, operands, options["alpha"], added)
-        if CHECKS.record(key, check) and got is not None:
+            return product_check(what, got, operands, options["alpha"], added)
+
+        got = CHECKS.product(key, what, lambda: product(left, right, **options), compare)
+        if got is not None:
             return got
         if before is not None:
             total.copy_(before)

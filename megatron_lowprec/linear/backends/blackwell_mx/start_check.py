@@ -9,7 +9,7 @@ stochastic rounding the frequencies of its fractions.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -52,6 +52,7 @@ class StartChecks:
         checks: by what was compared.
         fault: the first fault; "" without one.
         operand_fault: whether an operand was wrong.
+        experts_fault: that of a grouped product, after which experts are multiplied one after the other; "" without.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,7 @@ class StartChecks:
 
     def reset(self) -> None:
         """Forget all checks, so that they are made again."""
-        self.fault, self.operand_fault, self.results = "", False, dict[Key, Check]()
+        self.fault, self.experts_fault, self.operand_fault, self.results = "", "", False, dict[Key, Check]()
 
     def is_due(self, key: Key, device: torch.device) -> bool:
         """Whether a product or operand is to be checked; False if it was, under graph capture, or without a GPU."""
@@ -71,15 +72,44 @@ class StartChecks:
         """Whether products on a device are to be checked now."""
         return device.type == "cuda" and not capturing()
 
-    def record(self, key: Key, check: Check, *, of_operand: bool = False) -> bool:
-        """Keep a check of a product, or of an operand; returns whether it passed.
+    def product(
+        self,
+        key: Key,
+        what: str,
+        product: Callable[[], torch.Tensor],
+        compare: Callable[[torch.Tensor], Check],
+        *,
+        of_experts: bool = False,
+    ) -> torch.Tensor | None:
+        """A product that passes its check; None for one that does not, or that a library refuses."""
+        got: torch.Tensor | None = None
+        try:
+            got = product()
+        except torch.OutOfMemoryError:
+            raise  # says nothing about the product
+        except Exception as error:  # noqa: BLE001 - of torch, cuBLAS or Triton, whose errors have no common class
+            reason = str(error).strip().splitlines()
+            check = Check(what, _WRONG, f"the product was refused: {reason[0][:200] if reason else type(error)}")
+        else:
+            check = compare(got)
+        return got if self.record(key, check, of_experts=of_experts) else None
+
+    def record(self, key: Key, check: Check, *, of_operand: bool = False, of_experts: bool = False) -> bool:
+        """Keep a check of a product, of an operand or of a grouped product; returns whether it passed.
 
         Raises:
             UserError: it did not, and native products are required.
         """
         self.results[key] = check
         self.operand_fault |= of_operand and bool(check.fault)
-        if check.fault and not self.fault:
+        if check.fault and of_experts:
+            self.experts_fault = f"{check.what}: {check.fault}"
+            warnings.warn(
+                f"a grouped native product failed its check, {self.experts_fault}: experts run one after the other",
+                NativeCheckWarning,
+                stacklevel=2,
+            )
+        elif check.fault and not self.fault:
             self.fault = f"{check.what}: {check.fault}"
             if self.required:
                 raise UserError(f"native products failed their check, {self.fault}: {_ENDS}")
@@ -96,9 +126,11 @@ class StartChecks:
             return ""
         if self.fault:
             return f"native products FAILED their check, and GEMMs are emulated: {self.fault}"
-        worst = max(check.error for check in self.results.values())
+        worst = max((check.error for check in self.results.values() if not check.fault), default=0.0)
+        loop = f"; experts run one after the other, {self.experts_fault}" if self.experts_fault else ""
         return (
             f"native products checked at start: {len(self.results)} comparisons, the worst at {worst:.2g} of its bound"
+            f"{loop}"
         )
 
     def as_json(self) -> dict[str, object]:
@@ -132,11 +164,6 @@ def of_product(
         return Check(what, error, f"{wrong:.1%} of the product is out of its bound, by up to {error:.3g} times{zeros}")
     lost = bool((got_.isfinite() & ~finite).any())
     return Check(what, error, "an Inf or a NaN of the emulated product is missing" if lost else "")
-
-
-def refused(what: str, error: Exception) -> Check:
-    """A product that torch, cuBLAS or Triton did not compute."""
-    return Check(what, _WRONG, f"the product was refused: {str(error).strip().splitlines()[0][:200] or type(error)}")
 
 
 def of_operand(what: str, got: torch.Tensor, want: torch.Tensor) -> Check:

@@ -11,7 +11,9 @@ WITH_BLOCK_SCALES = ("sm100", "sm103", "sm120")
 
 Product = Literal["scaled_mm", "dot_scaled"]
 
-_WITH_SCALED_MM = ("sm100", "sm103")
+WITH_SCALED_MM = ("sm100", "sm103")
+"""GPUs on which torch has scaled products of blocks."""
+
 _MULTIPLE = 16
 _FP8 = frozenset({"e4m3", "e5m2"})
 # (elements, format of scales, entries along the contracted dimension that share one)
@@ -62,7 +64,7 @@ def product_of(name: str, gemm: GemmSpec, arch: str) -> Product:
     operands = operands_of(name, gemm)
     plain = all(quant.format == "e4m3" and quant.headroom == 1.0 for quant in operands)
     nvfp4 = all(_kind(quant) == "NVFP4" for quant in operands)
-    return "scaled_mm" if arch in _WITH_SCALED_MM and (plain or nvfp4) else "dot_scaled"
+    return "scaled_mm" if arch in WITH_SCALED_MM and (plain or nvfp4) else "dot_scaled"
 
 
 def _kind(quant: QuantSpec) -> str:

@@ -203,7 +203,7 @@ study() {
         run python scripts/sweep.py "configs/sweeps/$name.yaml" ${size:+--size "$size"} --set train-data-path="$data" \
             --set no-save=true --jobs-per-gpu "$jobs" --out "${folders[-1]}" "${sweep[@]}" || code=1
     done
-    run python tools/report.py "${folders[@]}" --out "${folders[0]}-report" --archive "${folders[0]}.tar.xz" &&
+    run python tools/report.py "${folders[@]}" --out "${folders[0]}-report" --archive "${folders[0]}.safetensors.xz" &&
         return $code
 }
 

@@ -10,7 +10,7 @@
 # job as it ends.
 #
 # After SECONDS all runs are told to save and stop. The same start continues them from their checkpoints and repeats
-# nothing that is done. `tools/report.py OUT/FOLDER... --archive FILE.tar.xz` makes an archive for docs/results.
+# nothing that is done. `tools/report.py OUT/FOLDER... --archive FILE.safetensors.xz` makes an archive for docs/results.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 script=$here/scripts/study.sh

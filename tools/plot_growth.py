@@ -1,7 +1,7 @@
 """Plot the gradient norms of an archive's runs, and the size of one tensor over their checkpoints.
 
-    python tools/plot_growth.py docs/results/late-growth/runs.tar.xz --weights docs/results/late-growth/weights.json \\
-        --tensor decoder.layers.self_attention.linear_qkv.bias --layer 2 --out growth.png
+    python tools/plot_growth.py docs/results/late-growth/runs.safetensors.xz --out growth.png --layer 2 \\
+        --weights docs/results/late-growth/weights.json --tensor decoder.layers.self_attention.linear_qkv.bias
 
 A run is named by its folder in the archive. ``--weights`` is a JSON of run -> what tools/weight_norms.py writes.
 """
@@ -20,12 +20,11 @@ import numpy as np
 
 from megatron_lowprec.errors import Parser, run_tool
 from megatron_lowprec.report.archives.sources import find_sources
-from megatron_lowprec.report.curve import TRAIN, Series, read_columns
+from megatron_lowprec.report.curve import NORM, TRAIN, Series, read_columns
 from megatron_lowprec.report.plot_style import LIGHT, styles
 from megatron_lowprec.training.config.paths import output_file
 
 WINDOW = 200  # iterations
-_NORM = "grad-norm"
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,11 @@ def windows(archive: Path) -> dict[str, Windows]:
             for metrics in sorted(source.folder.rglob("metrics.jsonl"))
         ]
         columns = {
-            str(run.relative_to(root)): read_columns(run / "metrics.jsonl", (_NORM, TRAIN), print)
+            str(run.relative_to(root)): read_columns(run / "metrics.jsonl", (NORM, TRAIN), print)
             for root, run in folders
         }
     return {
-        name: Windows(_reduced(found[_NORM], np.median), _reduced(found[TRAIN], np.mean))
+        name: Windows(_reduced(found[NORM], np.median), _reduced(found[TRAIN], np.mean))
         for name, found in columns.items()
     }
 

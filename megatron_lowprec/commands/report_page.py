@@ -2,8 +2,8 @@
 
     megatron-lowprec report runs/sweeps/paper_table2-small --out reports/table2
     megatron-lowprec report runs/gpt_25m-bf16 'runs/gpt_25m-mxfp4*' --out reports/mxfp4
-    megatron-lowprec report runs/sweeps/paper_table2-small --out reports/table2 --archive reports/table2/runs.tar.xz
-    megatron-lowprec report reports/table2/runs.tar.xz --out reports/again
+    megatron-lowprec report runs/sweeps/paper_table2-small --out reports/table2 --archive table2.safetensors.xz
+    megatron-lowprec report table2.safetensors.xz --out reports/again
 
 takes run folders of pretrain_gpt.py, folders that hold a sweep.json, archives of them, and patterns, and writes one
 HTML file that opens anywhere, with its figures as PNG beside it. docs/guide/report.md has the rules.
@@ -35,7 +35,9 @@ def main(arguments: Sequence[str] | None = None, program: str = "report.py") -> 
         "runs", nargs="+", metavar="RUNS", help="folder of a run or of a sweep, an archive, or a quoted pattern"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the report goes")
-    parser.add_argument("--archive", type=Path, metavar="FILE.tar.xz", help="also write the files of all runs")
+    parser.add_argument(
+        "--archive", type=Path, metavar="FILE.safetensors.xz", help="also write what reports read of all runs"
+    )
     parser.add_argument("--claims", type=find, default=CLAIMS, metavar="FILE", help="default: configs/claims.yaml")
     parser.add_argument("--no-claims", action="store_true", help="gaps and intervals only, nothing on claims of papers")
     parser.add_argument(
@@ -70,7 +72,7 @@ def _report(args: argparse.Namespace) -> None:
             report = build(runs, notes, claims, reference, title, published)
             lines = [*report.lines(), "", f"report: {report.write(args.out)}"]
             if args.archive is not None:
-                write_archive(args.archive, runs)
+                write_archive(args.archive, runs, lambda _: None)  # the report has named dropped rows
                 lines.append(f"archive: {args.archive}")
     except OSError as error:
         raise UserError(str(error)) from None

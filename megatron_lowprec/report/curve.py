@@ -12,6 +12,9 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.monitoring.metrics_file import read_metrics
 
 TRAIN, VALIDATION = "lm loss", "lm loss validation"
+SAMPLES, SECONDS, SKIPPED, NORM = "consumed samples", "iteration-time", "skipped iterations", "grad-norm"
+COLUMNS = (TRAIN, VALIDATION, SAMPLES, SECONDS, SKIPPED, NORM)
+"""The columns of metrics.jsonl that reports read."""
 LAST = 20  # iterations over which the final training loss is averaged
 
 Floats = npt.NDArray[np.float64]
@@ -71,6 +74,12 @@ def curve_of(columns: dict[str, Series], path: Path) -> Curve:
 def read_curve(path: Path, say: Callable[[str], None]) -> Curve:
     """Losses of a metrics.jsonl; as ``read_columns`` and ``curve_of``."""
     return curve_of(read_columns(path, (TRAIN, VALIDATION), say), path)
+
+
+def typical_seconds(seconds: Series) -> float:
+    """Median time of an iteration over the second half; NaN without any."""
+    later = seconds[1][len(seconds[1]) // 2 :]
+    return float(np.median(later)) if len(later) else math.nan
 
 
 def smooth(series: Series, reach: int) -> Series:

@@ -27,6 +27,8 @@ OUTPUTS: tuple[Kind, ...] = tuple((gemm, "output") for gemm in GEMM_OPERANDS)
 
 _NAMES = ("linear", "gemm", "operand", "format")
 _QUANTITIES = ("amax", "snr", "bias", "underflow", "saturation")
+SNAPSHOT_COLUMNS = ("iteration", *_NAMES, "recipe", *_QUANTITIES)
+"""The columns of quantization.jsonl that reports read."""
 
 
 def read_rows(path: Path, say: Callable[[str], None]) -> list[Row]:

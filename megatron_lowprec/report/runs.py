@@ -17,14 +17,25 @@ from megatron_lowprec.errors import UserError, printable
 from megatron_lowprec.files import read_json
 from megatron_lowprec.recipe.parsing import in_current_form
 from megatron_lowprec.report.archives.sources import Source, find_sources
-from megatron_lowprec.report.curve import LAST, TRAIN, VALIDATION, Curve, Series, curve_of, read_columns, smooth
+from megatron_lowprec.report.curve import (
+    COLUMNS,
+    LAST,
+    NORM,
+    SAMPLES,
+    SECONDS,
+    SKIPPED,
+    Curve,
+    Series,
+    curve_of,
+    read_columns,
+    smooth,
+    typical_seconds,
+)
 from megatron_lowprec.sweep.job_record import RECORD
 from megatron_lowprec.sweep.jobs import MANIFEST
 from megatron_lowprec.training.config.arguments import RENAMED
 from megatron_lowprec.training.config.run_config import read_run_config
 
-_SAMPLES, _SECONDS, _SKIPPED = "consumed samples", "iteration-time", "skipped iterations"
-_NORM = "grad-norm"
 _LONGEST_LABEL = 64
 
 
@@ -194,20 +205,18 @@ def read_run(cell: Run, diverged_rise: float, say: Callable[[str], None]) -> Run
     if not metrics.is_file():
         return replace(cell, why=f"has no metrics.jsonl{cell.why}")
     try:
-        columns = read_columns(metrics, (TRAIN, VALIDATION, _SAMPLES, _SECONDS, _SKIPPED, _NORM), tell)
+        columns = read_columns(metrics, COLUMNS, tell)
         curve = curve_of(columns, metrics)
     except UserError as error:
         return replace(cell, why=f"{cell.named(str(error))}{cell.why}")
     if not options.get("train_iters") or not options.get("seq_length"):
         return replace(cell, why=f"has no config.yaml that says what was trained{cell.why}")
-    seconds = columns[_SECONDS][1]
-    later = seconds[len(seconds) // 2 :]
     status, why = how_it_ended(curve, int(options["train_iters"]), diverged_rise)
     why += cell.why if status is not Status.FINISHED else ""
-    skipped = int(max(columns[_SKIPPED][1], default=0))
+    skipped = int(max(columns[SKIPPED][1], default=0))
     if skipped:
         why = f"{why}; {skipped} iterations skipped, their gradients not finite"
-    samples = columns[_SAMPLES]
+    samples = columns[SAMPLES]
     if not len(samples[0]):
         at = np.arange(1, curve.last_iteration + 1, dtype=np.int64)
         samples = (at, at.astype(np.float64) * float(options.get("global_batch_size", math.nan)))
@@ -217,8 +226,8 @@ def read_run(cell: Run, diverged_rise: float, say: Callable[[str], None]) -> Run
         why=why,
         curve=curve,
         samples=samples,
-        gradient_norms=_finite(columns[_NORM]),
-        seconds=float(np.median(later)) if len(later) else math.nan,
+        gradient_norms=_finite(columns[NORM]),
+        seconds=typical_seconds(columns[SECONDS]),
     )
 
 

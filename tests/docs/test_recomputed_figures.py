@@ -3,94 +3,176 @@
 from __future__ import annotations
 
 import json
-import tarfile
+import math
+import re
 from collections.abc import Sequence
-from pathlib import Path
-from statistics import mean, median
-from typing import Any
+from statistics import mean, median, stdev
 
+import numpy as np
 import pytest
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
+from tests.docs.archived_columns import RESULTS, Archive, Series
+
+LOSS, TRAIN, NORM = "lm loss validation", "lm loss", "grad-norm"
+
+_RUN = re.compile(r"\w+?-(?P<recipe>\w+)(?:-(?P<variant>\w[\w-]*))?-s(?P<seed>\d+)")
+Losses = dict[tuple[str, str], float]
+"""Recipe and seed -> validation loss after the last iteration, nats."""
 
 
-def metrics(archive: str) -> dict[str, list[dict[str, Any]]]:
-    """Folder of a run -> rows of its metrics.jsonl."""
-    with tarfile.open(RESULTS / archive) as tar:
-        found = {}
-        for member in tar.getmembers():
-            if member.name.endswith("metrics.jsonl"):
-                file = tar.extractfile(member)
-                assert file is not None
-                found[member.name.removesuffix("/metrics.jsonl")] = [json.loads(line) for line in file]
-        return found
+def ends(archive: Archive) -> dict[tuple[str, str], Losses]:
+    """Model's name and variant -> losses of the runs that reached their last iteration."""
+    found: dict[tuple[str, str], Losses] = {}
+    for run, (iterations, values) in archive.metrics(LOSS).items():
+        name = _RUN.fullmatch(run.rpartition("/")[2])
+        assert name is not None, run
+        if iterations[-1] == archive.options(run)["train_iters"]:
+            model = run.rpartition("/")[2].partition("-")[0]
+            found.setdefault((model, name["variant"] or ""), {})[name["recipe"], name["seed"]] = float(values[-1])
+    return found
 
 
-def cells(page: str, row: str) -> list[str]:
-    """Cells of the page's first table row that begins so."""
-    text = (RESULTS / page).read_text(encoding="utf-8")
-    (line, *_) = [line for line in text.splitlines() if line.startswith(f"| {row} |")]
-    return [cell.strip() for cell in line.strip("|").split("|")]
+def gaps(losses: Losses, aside: Sequence[str] = ()) -> dict[str, float]:
+    """Least squares of recipe plus seed, less bf16's; recipes ``aside`` by the mean of their pairs."""
+    kept = [key for key in losses if key[0] not in aside]
+    names = sorted({recipe for recipe, _ in kept} - {"bf16"})
+    seeds = sorted({seed for _, seed in kept})
+    design = np.array([[recipe == name for name in names] + [seed == each for each in seeds] for recipe, seed in kept])
+    solved = np.linalg.lstsq(design.astype(float), np.array([losses[key] for key in kept]), rcond=None)[0]
+    pairs = {name: [losses[key] - losses["bf16", key[1]] for key in losses if key[0] == name] for name in aside}
+    return dict(zip(names, solved.tolist())) | {name: mean(pairs[name]) for name in aside}
 
 
-@pytest.mark.slow
+def table(page: str, marker: str) -> list[dict[str, str]]:
+    """Rows of the page's table that ``tools/doc_tables.py`` writes under this marker."""
+    text = (RESULTS / page).read_text(encoding="utf-8").partition(f"<!-- table: {marker} -->\n")[2]
+    head, _, *body = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.partition("<!-- end of table -->")[0].splitlines()
+    )
+    return [dict(zip(head, row, strict=True)) for row in body]
+
+
+def shown(cell: str) -> float:
+    """Number of a cell with a minus sign of its own."""
+    return float(cell.replace("\N{MINUS SIGN}", "-"))
+
+
+def within(value: float, decimals: int) -> object:
+    """What rounds to a cell of so many decimals."""
+    return pytest.approx(value, abs=0.5 * 10**-decimals + 1e-9)
+
+
+QUALITY = {
+    "recipes-25m/runs": ["mxfp4"],
+    "fp8-lm/levels": [],
+    "fp8-lm/accumulation": [],
+    "learning-rate/runs": [],
+    "mxfp8-operands/3m": [],
+    "mxfp8-operands/3m-layers": [],
+    "mxfp8-operands/25m": [],
+    "mxfp8-operands/25m-one-machine": [],
+}
+"""Archive -> recipes whose noise stands out, which the page compares by their pairs."""
+
+
+@pytest.mark.parametrize("name", QUALITY)
+def test_gaps_means_and_spreads(name: str) -> None:
+    groups = ends(Archive(name))
+    rows = table(f"{name.partition('/')[0]}.md", f"quality {name}.safetensors.xz")
+    checked = 0
+    for row in rows:
+        variant = row.get("group", "").partition(", ")[2]
+        (losses,) = [found for (_, named), found in groups.items() if named == variant]
+        recipe = row["recipe"]
+        own = [loss for (each, _), loss in losses.items() if each == recipe]
+        assert row["seeds, finished"].startswith(f"{len(own)} of ")
+        assert shown(row["validation loss, nats"]) == within(mean(own), 4)
+        assert shown(row["seeds' sd, nats"]) == within(stdev(own), 4)
+        checked += 1
+        if recipe != "bf16":
+            gap = gaps(losses, QUALITY[name])[recipe]
+            assert shown(row["gap to bf16, nats"]) == within(gap, 4)
+            assert shown(row["gap, % of perplexity"]) == within(100 * math.expm1(gap), 2)
+    assert checked == len({(variant, recipe) for (_, variant), found in groups.items() for recipe, _ in found})
+
+
+TOKENS = {"epoch_1": "72.1M", "epochs_4": "288M"}
+
+
+def test_gaps_over_the_ladder() -> None:
+    names = ("token-ladder/runs", "token-ladder/8m-four-epochs")
+    groups: dict[tuple[str, str], Losses] = {}
+    for name in names:
+        groups |= ends(Archive(name))
+    assert len(groups) == 4
+    sizes = {"gpt_3m": "3.16M", "gpt_8m": "7.9M"}
+    rows = table("token-ladder.md", "ladder " + " ".join(f"{name}.safetensors.xz" for name in names))
+    for (model, variant), losses in groups.items():
+        for recipe, gap in gaps(losses).items():
+            (row,) = [
+                each
+                for each in rows
+                if each["parameters, without embeddings"] == sizes[model] and each["recipe"] == recipe
+            ]
+            assert shown(row[f"gap to bf16, {TOKENS[variant]} tokens, nats"]) == within(gap, 4)
+    assert len(rows) == len({(model, recipe) for (model, _), found in groups.items() for recipe, _ in found}) - 2
+
+
+def over(series: Series, begin: int, end: int) -> list[float]:
+    """Values of the iterations from ``begin`` to ``end``."""
+    chosen: list[float] = series[1][(series[0] >= begin) & (series[0] <= end)].tolist()
+    return chosen
+
+
 def test_norms_of_late_growth() -> None:
-    for run, rows in metrics("late-growth/runs.tar.xz").items():
-        last = [row for row in rows if 4200 < row["iteration"] <= 4400 and "grad-norm" in row]
-        assert len(last) == 200
-        shown = cells("late-growth.md", run)
-        assert shown[-2] == f"{median(row['grad-norm'] for row in last):.2f}"
-        assert shown[-1] == f"{mean(row['lm loss'] for row in last):.3f}"
+    archive = Archive("late-growth/runs")
+    norms, losses = archive.metrics(NORM), archive.metrics(TRAIN)
+    rows = table("late-growth.md", "growth late-growth/runs.safetensors.xz 2000 3000 3400 3800 4000 4200 4400")
+    assert {row["run"] for row in rows} == norms.keys()
+    for row in rows:
+        for end in (2000, 3000, 3400, 3800, 4000, 4200, 4400):
+            window = over(norms[row["run"]], end - 199, end)
+            assert len(window) == 200
+            assert shown(row[f"gradient norm, {end:,}"]) == within(median(window), 2)
+        loss = mean(over(losses[row["run"]], 4201, 4400))
+        assert shown(row["training loss, nats, 4,400"]) == within(loss, 3)
+
+
+@pytest.mark.parametrize(("name", "title"), [("tiny_runs", "# "), ("runs", "\n## Small")])
+def test_gaps_of_paper_table2(name: str, title: str) -> None:
+    page = (RESULTS / "paper-table2.md").read_text(encoding="utf-8")
+    (losses,) = ends(Archive(f"paper-table2/{name}")).values()
+    lines = page.partition(title)[2].partition("```text\n")[2].partition("```")[0].splitlines()
+    rows = {cells[0]: cells for cells in (re.split(r"\s{2,}", line) for line in lines)}
+    for recipe, gap in gaps(losses).items():
+        own = [loss for (each, _), loss in losses.items() if each == recipe]
+        numbers = [shown(cell) for cell in rows[recipe] if re.fullmatch(r"[+\N{MINUS SIGN}]?\d+\.\d{4}", cell)]
+        assert within(gap, 4) in numbers
+        assert within(mean(own), 4) in numbers
+        assert within(stdev(own), 4) in numbers
 
 
 ONE_MACHINE = (1242, 1244, 1245)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("archive", "section", "seeds"),
-    [
-        ("25m", "parameters, one epoch", range(1234, 1238)),
-        ("25m-one-machine", "parameters on one machine", ONE_MACHINE),
-    ],
+    ("file", "seeds"),
+    [("evaluations-25m", range(1234, 1238)), ("evaluations-25m-one-machine", ONE_MACHINE)],
 )
-def test_gaps_of_mxfp8_operands_at_25m(archive: str, section: str, seeds: Sequence[int]) -> None:
-    ends = {
-        run.rpartition("/")[2]: [row["lm loss validation"] for row in rows if "lm loss validation" in row][-1]
-        for run, rows in metrics(f"mxfp8-operands/{archive}.tar.xz").items()
-    }
-    page = (RESULTS / "mxfp8-operands.md").read_text(encoding="utf-8").partition(f"## 25M {section}")[2]
-    labels = {"mxfp8", "forward_input", *(["backward"] if len(seeds) == 4 else [])}  # one of three was not finished
-    for label in labels:
-        gap = mean(ends[f"gpt_25m-{label}-s{seed}"] - ends[f"gpt_25m-bf16-s{seed}"] for seed in seeds)
-        finished = f"{len(seeds)} of {len(seeds)}"
-        assert f"| {label} | {finished} | {gap:+.4f} |".replace("-0", "\N{MINUS SIGN}0") in page
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("label", ["qkv", "proj", "fc1", "fc2"])
-def test_gaps_of_one_kind_of_layer_at_3m(label: str) -> None:
-    ends = {
-        run.rpartition("/")[2]: [row["lm loss validation"] for row in rows if "lm loss validation" in row][-1]
-        for run, rows in metrics("mxfp8-operands/3m-layers.tar.xz").items()
-    }
-    gap = mean(ends[f"gpt_3m-mxfp8_{label}_input-s{seed}"] - ends[f"gpt_3m-bf16-s{seed}"] for seed in (1234, 1235))
-    assert cells("mxfp8-operands.md", f"mxfp8_{label}_input")[2] == f"{gap:+.4f}"
-
-
-@pytest.mark.parametrize(
-    ("file", "section", "seeds"),
-    [
-        ("evaluations-25m", "parameters, one epoch", range(1234, 1238)),
-        ("evaluations-25m-one-machine", "parameters on one machine", ONE_MACHINE),
-    ],
-)
-def test_scores_of_mxfp8_operands_at_25m(file: str, section: str, seeds: Sequence[int]) -> None:
+def test_scores_of_mxfp8_operands_at_25m(file: str, seeds: Sequence[int]) -> None:
     scores = json.loads((RESULTS / f"mxfp8-operands/{file}.json").read_text())["scores"]
-    losses = {(s["evaluated"], s["seed"]): s["loss"] for s in scores if s["trained"] == "forward_input" and
-              s["text"] == "enwiki-test"}  # fmt: skip
+    losses = {
+        (each["evaluated"], each["seed"]): each["loss"]
+        for each in scores
+        if (each["trained"], each["text"]) == ("forward_input", "enwiki-test")
+    }
     differences = [losses["mxfp8_input", seed] - losses["bf16", seed] for seed in seeds]
-    page = (RESULTS / "mxfp8-operands.md").read_text(encoding="utf-8").partition(f"## 25M {section}")[2]
-    row = f"{mean(differences):+.4f} | {min(differences):+.4f} | {max(differences):+.4f} |"
-    line = next(line for line in page.splitlines() if line.startswith("| forward_input | mxfp8_input | enwiki-test |"))
-    assert line.endswith(row)
+    (row,) = [
+        row
+        for row in table("mxfp8-operands.md", f"scores mxfp8-operands/{file}.json")
+        if (row["trained under"], row["scored under"], row["text"]) == ("forward_input", "mxfp8_input", "enwiki-test")
+    ]
+    assert shown(row["less bf16's score, nats"]) == within(mean(differences), 4)
+    assert shown(row["smallest"]) == within(min(differences), 4)
+    assert shown(row["largest"]) == within(max(differences), 4)

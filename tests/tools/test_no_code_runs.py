@@ -6,10 +6,10 @@ import ast
 import contextlib
 import io
 import json
+import lzma
 import pickle
 import re
 import shutil
-import tarfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.numpy import save
 
 from megatron_lowprec.commands import evaluate, export_hf, import_hf, import_megatron, inspect_checkpoint
 from megatron_lowprec.errors import UserError
@@ -235,17 +236,10 @@ def npy() -> bytes:
     return stream.getvalue()
 
 
-def tar_xz() -> bytes:
-    """A link out of the archive, and a file through it."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w:xz") as tar:
-        link = tarfile.TarInfo("sweep")
-        link.type, link.linkname = tarfile.SYMTYPE, str(Path.cwd())
-        tar.addfile(link)
-        member = tarfile.TarInfo(f"sweep/{MARKER}")
-        member.type = tarfile.DIRTYPE
-        tar.addfile(member)
-    return stream.getvalue()
+def archive() -> bytes:
+    """A folder outside of the archive."""
+    header = json.dumps({"folders": [f"../{MARKER}"], "texts": {}, "tables": []})
+    return lzma.compress(save({"header": np.frombuffer(header.encode(), np.uint8)}))
 
 
 HOSTILE: dict[str, Callable[[], bytes]] = {
@@ -255,7 +249,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "yaml": lambda: f"!!python/object/apply:os.mkdir [{MARKER}]\n".encode(),
     "yaml in a key": lambda: f"options: {{a: !!python/object/new:os.mkdir [{MARKER}]}}\n".encode(),
     "shell": lambda: f'slurm: {{comment: "a\\nmkdir {MARKER} #"}}\nsizes: {{"$(mkdir {MARKER})": {{}}}}\n'.encode(),
-    "tar.xz": tar_xz,
+    "archive": archive,
 }
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import lzma
 import shutil
-import tarfile
 from pathlib import Path
 
 from tools.fuzz.run import FuzzedReader, copy, write
@@ -80,27 +78,26 @@ def of_runs(made: Path) -> list[FuzzedReader]:
                 Path("sweep/a-bf16-s1", name).write_bytes(before)
 
     def make_archive() -> None:
+        from megatron_lowprec.report.archives.packing import write_archive
+        from megatron_lowprec.report.runs import find_runs
+
         make_sweep()
-        content = io.BytesIO()
-        with tarfile.open(fileobj=content, mode="w") as tar:
-            tar.add("sweep", "sweep")
-        write({"runs.tar.xz": lzma.compress(content.getvalue(), preset=0)})
+        write_archive(Path("runs.safetensors.xz"), find_runs(["sweep"], 0.5)[0], print)
 
     def archive() -> None:
         from megatron_lowprec.report.archives.sources import unpack
 
         shutil.rmtree("unpacked", ignore_errors=True)
-        unpack(Path("runs.tar.xz"), Path("unpacked"))
+        unpack(Path("runs.safetensors.xz"), Path("unpacked"))
         if any(not path.resolve().is_relative_to(Path("unpacked").resolve()) for path in Path("unpacked").rglob("*")):
             raise AssertionError("outside")
 
-    def make_tar() -> None:
-        make_sweep()
-        with tarfile.open("runs.tar", mode="w") as tar:
-            tar.add("sweep", "sweep")
+    def make_content() -> None:
+        make_archive()
+        write({"runs.safetensors": lzma.decompress(Path("runs.safetensors.xz").read_bytes())})
 
-    def tar() -> None:
-        write({"runs.tar.xz": lzma.compress(Path("runs.tar").read_bytes(), preset=0)})
+    def content() -> None:
+        write({"runs.safetensors.xz": lzma.compress(Path("runs.safetensors").read_bytes(), preset=0)})
         archive()
 
     def make_lock() -> None:
@@ -119,7 +116,7 @@ def of_runs(made: Path) -> list[FuzzedReader]:
         FuzzedReader("status of a sweep", (jobs[1], jobs[4], "sweep/sweep.json"), make_sweep, status),
         FuzzedReader("plots of a run", jobs[:3], make_sweep, plots),
         FuzzedReader("metrics at a resume", jobs[1:3], make_sweep, resume),
-        FuzzedReader("archive", ("runs.tar.xz",), make_archive, archive),
-        FuzzedReader("archive, its tar", ("runs.tar",), make_tar, tar),
+        FuzzedReader("archive", ("runs.safetensors.xz",), make_archive, archive),
+        FuzzedReader("archive, its content", ("runs.safetensors",), make_content, content),
         FuzzedReader("lock of a run", ("run.lock",), make_lock, lock),
     ]

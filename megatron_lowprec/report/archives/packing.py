@@ -1,26 +1,33 @@
-"""Writes the files of a report's runs as a reproducible archive without machine-specific paths."""
+"""Writes what reports read of runs as a reproducible archive without machine-specific paths."""
 
 from __future__ import annotations
 
-import io
 import os
-import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.files import Row
+from megatron_lowprec.report.archives.columns import row_tables
+from megatron_lowprec.report.archives.container import ARCHIVE, Content, write
 from megatron_lowprec.report.archives.redaction import Redaction
-from megatron_lowprec.report.archives.sources import ARCHIVE, FILES, Source
+from megatron_lowprec.report.archives.sources import METRICS, SNAPSHOTS, TEXTS, Source
+from megatron_lowprec.report.curve import COLUMNS, SECONDS, read_columns, typical_seconds
+from megatron_lowprec.report.operands import SNAPSHOT_COLUMNS, read_all_rows
 from megatron_lowprec.report.runs import Run
 from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.sweep.jobs import MANIFEST
+from megatron_lowprec.training.monitoring.metrics_file import read_metrics
 
 
-def write_archive(path: Path, runs: Sequence[Run]) -> None:
-    """Write an xz-compressed tar of every run's ``FILES`` and of the sweeps' ``sweep.json``.
+def write_archive(path: Path, runs: Sequence[Run], say: Callable[[str], None]) -> None:
+    """Write the ``TEXTS`` of every run, the columns of its rows that reports read, and each ``sweep.json``.
 
-    Members are sorted, without times and owners: equal runs give equal bytes. Each named folder keeps its last part.
-    Absolute paths in texts are replaced (``Redaction``).
+    Values keep every bit; of the times of iterations only the typical one is kept. Equal runs give equal bytes. Each
+    named folder keeps its last part. Absolute paths in texts are replaced (``Redaction``).
+
+    Args:
+        say: called with a message about rows that cannot be read, which are dropped.
 
     Raises:
         UserError: another suffix, two folders of one name, a job outside of its sweep's folder, or a path that cannot
@@ -30,27 +37,40 @@ def write_archive(path: Path, runs: Sequence[Run]) -> None:
         raise UserError(f"--archive {path}: the name must end in {ARCHIVE}, by which reports recognize archives")
     folders, files = _members(runs)
     redact = Redaction(_known_folders(runs))
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w:xz", preset=9) as tar:
-        for name in sorted(folders | files.keys()):
-            member = tarfile.TarInfo(name)
-            member.type, member.mode = (tarfile.REGTYPE, 0o644) if name in files else (tarfile.DIRTYPE, 0o755)
-            data = b""
-            if name in files:
-                text = files[name].read_text(encoding="utf-8", errors="surrogateescape")
-                data = redact(text).encode("utf-8", errors="surrogateescape")
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
+    read = {name: files[name].read_text(encoding="utf-8", errors="surrogateescape") for name in sorted(files)}
+    texts = {name: redact(text) for name, text in read.items()}
+    rows_of = {METRICS: _metrics, SNAPSHOTS: _snapshots}
+    tables = [
+        table
+        for file, rows in rows_of.items()
+        for table in row_tables(file, {name: rows(folders[name] / file, say) for name in sorted(folders)})
+    ]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.getvalue())
+        write(path, Content(set(folders), texts, tables))
     except OSError as error:
         raise UserError(f"--archive {path}: cannot be written ({error.strerror}); name another file") from None
 
 
-def _members(runs: Sequence[Run]) -> tuple[set[str], dict[str, Path]]:
-    """Names of folders, and name -> path of files."""
-    folders: set[str] = set()
+def _metrics(path: Path, say: Callable[[str], None]) -> Iterator[Row]:
+    """Rows of a metrics.jsonl with the columns that reports read; the typical time of an iteration at the last one."""
+    for row in read_metrics(path, say):
+        kept = {key: row[key] for key in ("iteration", *COLUMNS) if key in row and key != SECONDS}
+        if len(kept) > 1:
+            yield kept
+    if path.is_file():
+        seconds = read_columns(path, [SECONDS], lambda _: None)[SECONDS]
+        if len(seconds[0]):
+            yield {"iteration": int(seconds[0][-1]), SECONDS: typical_seconds(seconds)}
+
+
+def _snapshots(path: Path, say: Callable[[str], None]) -> Iterator[Row]:
+    for row in read_all_rows(path, say):
+        yield {key: row[key] for key in SNAPSHOT_COLUMNS if key in row}
+
+
+def _members(runs: Sequence[Run]) -> tuple[dict[str, Path], dict[str, Path]]:
+    """Name -> path of folders, and of files that are kept whole."""
+    folders: dict[str, Path] = {}
     files: dict[str, Path] = {}
     named: dict[str, Source] = {}
     for run in runs:
@@ -68,8 +88,8 @@ def _members(runs: Sequence[Run]) -> tuple[set[str], dict[str, Path]]:
             )
         member = os.path.normpath(f"{top}/{below}")
         if run.folder.is_dir():
-            folders.add(member)
-        wanted = {f"{member}/{name}": run.folder / name for name in FILES}
+            folders[member] = run.folder
+        wanted = {f"{member}/{name}": run.folder / name for name in TEXTS}
         wanted[f"{top}/{MANIFEST}"] = source.folder / MANIFEST
         files |= {name: file for name, file in wanted.items() if file.is_file()}
     return folders, files

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import errno
 import glob
-import io
-import lzma
-import tarfile
+import json
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-from typing import IO
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.files import check_text
+from megatron_lowprec.report.archives.container import ARCHIVE, LARGEST, read
 from megatron_lowprec.sweep.job_record import RECORD
 from megatron_lowprec.sweep.jobs import EVALUATION, MANIFEST
 
-ARCHIVE = ".tar.xz"
-FILES = (RECORD, "config.yaml", EVALUATION, "log.txt", "metrics.jsonl", "quantization.jsonl", "run.json")
-"""The files of a run that reports or their readers use."""
-LARGEST, MOST_MEMBERS = 2**31, 10**5
-"""Bytes of an archive's content, and its files and folders: a few kilobytes can hold more than any disk."""
+TEXTS = (RECORD, "config.yaml", EVALUATION, "run.json")
+"""The files of a run that reports read whole."""
+METRICS, SNAPSHOTS = "metrics.jsonl", "quantization.jsonl"
+"""The files of a run whose rows they read."""
+_OLD_ARCHIVE = ".tar.xz"
 
 
 @dataclass(frozen=True)
@@ -60,6 +56,8 @@ def find_sources(path: str, scratch: Path | None) -> list[Source]:
                 raise UserError(f"{each}: archives are not read here; unpack it, and name its folders")
             number = len(list(scratch.iterdir()))
             sources += unpack(each, scratch / str(number) / each.name.removesuffix(ARCHIVE))
+        elif each.name.endswith(_OLD_ARCHIVE) and each.is_file():
+            raise UserError(f"{each}: archives of this form are not read; unpack it by tar, and name its folders")
     if not sources:
         raise UserError(
             f"{path}: no such folder or {ARCHIVE} archive; name a run's folder, a sweep's, an archive, or a pattern"
@@ -68,71 +66,41 @@ def find_sources(path: str, scratch: Path | None) -> list[Source]:
 
 
 def unpack(archive: Path, root: Path) -> list[Source]:
-    """Unpack an xz-compressed tar of runs into the new folder ``root``; its sweeps and runs, by path.
+    """Write the runs of an archive into the new folder ``root``; its sweeps and runs, by path.
 
     Raises:
-        UserError: a damaged archive, one that is too large, or a member that is no file or folder or lies outside.
+        UserError: as ``container.read``, or an archive without runs.
     """
-    members = count()
-
-    def plain(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
-        if next(members) >= MOST_MEMBERS:
-            raise _TooLargeError(f"more than {MOST_MEMBERS:,} files and folders")
-        return _plain(member, folder)
-
+    content = read(archive)
     try:
-        with lzma.open(archive) as packed, _Limited(packed) as content, tarfile.open(fileobj=content, mode="r|") as tar:
-            tar.extractall(root, filter=plain)
-            while content.read(2**20):  # behind tar's end, which finds truncation and wrong checksums
-                pass
-    except tarfile.FilterError as error:
-        raise UserError(f"{archive}: unsafe, nothing of it is read ({error}); ask its author for another") from None
-    except _TooLargeError as error:
-        raise UserError(f"{archive}: {error}; unpack it, and name its folders") from None
-    except (tarfile.TarError, lzma.LZMAError, EOFError, OSError, ValueError) as error:
+        for folder in content.folders:
+            (root / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in content.texts.items():
+            _file(root / name).write_bytes(text.encode("utf-8", errors="surrogateescape"))
+        left = LARGEST
+        for table in content.tables:
+            for folder, rows in table.lines():
+                with _file(root / folder / table.file).open("a", encoding="utf-8") as file:
+                    for row in rows:
+                        left -= file.write(json.dumps(row) + "\n")
+                        if left < 0:
+                            raise ValueError(f"more than {LARGEST:,} characters")
+    except (OSError, ValueError, TypeError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise UserError(f"{archive}: damaged, or no xz-compressed tar ({error}); copy it again") from None
+        raise UserError(f"{archive}: damaged ({error}); copy it again") from None
     folders = sorted(folder for folder in [root, *root.rglob("*")] if folder.is_dir() and _holds_runs(folder))
     if not folders:
         raise UserError(f"{archive}: holds no runs; make it with megatron-lowprec report RUNS --archive")
     return [Source(folder, archive, root) for folder in folders]
 
 
-class _TooLargeError(Exception):
-    """An archive holds more than is read."""
-
-
-class _Limited(io.RawIOBase):
-    """A stream of at most ``LARGEST`` bytes."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self._left = stream, LARGEST
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        content = self._stream.read(len(buffer))
-        self._left -= len(content)
-        if self._left < 0:
-            raise _TooLargeError(f"more than {LARGEST:,} bytes")
-        buffer[: len(content)] = content
-        return len(content)
-
-
-def _plain(member: tarfile.TarInfo, root: str) -> tarfile.TarInfo:
-    """tarfile's data filter, without links, unprintable names, and files with holes, which take no bytes here."""
-    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE):
-        raise tarfile.SpecialFileError(member)
-    try:
-        check_text(member.name)
-    except ValueError:
-        raise tarfile.OutsideDestinationError(member, ascii(member.name)) from None
-    return tarfile.data_filter(member, root)
+def _file(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _holds_runs(folder: Path) -> bool:
     """Whether a folder is a sweep's or a run's; one without content is a run that wrote nothing."""
     names = {each.name for each in folder.iterdir()}
-    return not names or not names.isdisjoint((MANIFEST, *FILES))
+    return not names or not names.isdisjoint((MANIFEST, METRICS, SNAPSHOTS, *TEXTS))

@@ -1,13 +1,21 @@
 """An archive of runs gives the report of their folders, in equal bytes each time, and shows nothing of the machine."""
 
-import tarfile
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_lowprec.commands import report_page as report
+from megatron_lowprec.report.archives.container import read
+from megatron_lowprec.report.archives.packing import write_archive
+from megatron_lowprec.report.archives.sources import unpack
+from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.shipped import SHIPPED
 from tests.report.synthetic import add_cells, cell, operand_row, write_run, write_snapshots, write_sweep
+
+JOBS = ("bf16-s1", "bf16-s2", "mxfp4-s1", "mxfp4-s2", "mxfp4_rht-s1", "mxfp4_sr-s1")
 
 Capture = pytest.CaptureFixture[str]
 
@@ -29,11 +37,8 @@ def sweep(tmp_path: Path) -> Path:
     add_cells(folder, "synthetic", [cell("mxfp4_sr", 1), cell("mxfp4_rht", 1), cell("mxfp4_rht", 2)])
     run = folder / "mxfp4-s1"
     write_snapshots(run, [operand_row(400, "layer.0", 20.0)])
-    command = f"{Path.home()}/bin/python {SHIPPED.parent}/pretrain_gpt.py --save {run}"
-    (run / "log.txt").write_bytes(
-        f"# {command}\nread \udcff from {tmp_path}/corpora/wiki\n".encode(errors="surrogateescape")
-    )
-    (run / "cell.json").write_text(f'{{"exit_code": 0, "command": ["{run}"]}}')
+    (run / "log.txt").write_text(f"read {tmp_path}/corpora/wiki")
+    (run / "cell.json").write_text(f'{{"exit_code": 0, "command": ["{Path.home()}/bin/python", "{run}"]}}')
     (run / "tensorboard").mkdir()
     (run / "tensorboard/events").write_text("x")
     (run / "iter_0000400").mkdir()
@@ -41,7 +46,7 @@ def sweep(tmp_path: Path) -> Path:
 
 
 def test_the_report_on_an_archive_is_the_one_on_its_folders(sweep: Path, tmp_path: Path, capsys: Capture) -> None:
-    out, archive = tmp_path / "out", tmp_path / "new" / "runs.tar.xz"
+    out, archive = tmp_path / "out", tmp_path / "new" / "runs.safetensors.xz"
     other = write_run(tmp_path / "then", options={"train_iters": 800})
     before = reported(capsys, sweep, other, "--out", out, "--archive", archive)
     assert before[0].startswith(
@@ -60,51 +65,71 @@ def test_the_report_on_an_archive_is_the_one_on_its_folders(sweep: Path, tmp_pat
 
 
 def test_an_archive_is_reproducible_and_has_what_reports_need(sweep: Path, tmp_path: Path, capsys: Capture) -> None:
-    archives = [tmp_path / f"{name}.tar.xz" for name in ("a", "b", "c")]
+    archives = [tmp_path / f"{name}.safetensors.xz" for name in ("a", "b", "c")]
     reported(capsys, sweep, "--out", tmp_path / "out", "--archive", archives[0])
     (sweep / "mxfp4-s1/metrics.jsonl").touch()
     reported(capsys, sweep, "--out", tmp_path / "out", "--archive", archives[1])
     reported(capsys, archives[0], "--out", tmp_path / "out", "--archive", archives[2])
     assert len({archive.read_bytes() for archive in archives}) == 1
-    with tarfile.open(archives[0]) as tar:
-        members = tar.getmembers()
-    names = [member.name for member in members]
-    assert names == sorted(names)
-    assert {(m.mtime, m.uid, m.gid, m.uname, m.mode & 0o777) for m in members} == {
-        (0, 0, 0, "", 0o644),
-        (0, 0, 0, "", 0o755),
-    }
-    assert [name.removeprefix("sweep/mxfp4-s1/") for name in names if "sweep/mxfp4-s1/" in name] == [
-        *("cell.json", "config.yaml", "log.txt", "metrics.jsonl", "quantization.jsonl", "run.json")
+    content = read(archives[0])
+    assert content.folders == {f"sweep/{job}" for job in JOBS}
+    assert [name.removeprefix("sweep/mxfp4-s1/") for name in content.texts if "sweep/mxfp4-s1/" in name] == [
+        *("cell.json", "config.yaml", "run.json")
     ]
-    assert "sweep/sweep.json" in names
+    assert "sweep/sweep.json" in content.texts
+
+
+def test_rows_keep_every_bit_of_the_columns_that_reports_read(sweep: Path, tmp_path: Path, scratch: Path) -> None:
+    run, archive = sweep / "mxfp4-s1", tmp_path / "runs.safetensors.xz"
+    rows: list[dict[str, Any]] = [
+        {"iteration": 1, "lm loss": 10.904366493225098, "grad-norm": 0.1, "learning-rate": 1e-3, "iteration-time": 9.0},
+        {"iteration": 2, "lm loss": math.nan, "grad-norm": 5e-324, "lm loss hex": "0x1p+3", "iteration-time": 0.25},
+        {"iteration": 3, "lm loss": 4, "grad-norm": math.inf, "skipped iterations": 2**40, "iteration-time": 0.125},
+        {"iteration": 3, "consumed samples": 96, "lm loss validation": 4.225693442604759},
+        {"iteration": 4, "lm loss": -0.0, "throughput": 1.0},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    snapshots = [operand_row(2, "layer.0", 20.0, amax=None), operand_row(4, "layer.1", 1 / 3, recipe="bf16")]
+    write_snapshots(run, snapshots)
+    write_archive(archive, find_runs([str(sweep)], 0.5)[0], print)
+    unpack(archive, scratch)
+
+    def stored(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (scratch / "sweep/mxfp4-s1" / name).read_text().splitlines()]
+
+    dropped = ("learning-rate", "lm loss hex", "throughput", "iteration-time")
+    kept = [{key: value for key, value in row.items() if key not in dropped} for row in rows]
+    kept.append({"iteration": 3, "iteration-time": 0.1875})  # the median of the second half
+
+    def in_order(rows: list[dict[str, Any]]) -> list[str]:
+        return sorted(json.dumps(row, sort_keys=True) for row in rows)
+
+    assert in_order(stored("metrics.jsonl")) == in_order(kept)
+    assert in_order(stored("quantization.jsonl")) == in_order(
+        [{key: value for key, value in row.items() if key != "entries"} for row in snapshots]
+    )
 
 
 def test_nothing_of_the_machine_is_in_an_archive(sweep: Path, tmp_path: Path, capsys: Capture) -> None:
-    archive = tmp_path / "runs.tar.xz"
+    archive = tmp_path / "runs.safetensors.xz"
     reported(capsys, sweep, "--out", tmp_path / "out", "--archive", archive)
-    with tarfile.open(archive) as tar:
-        files = {member.name: tar.extractfile(member) for member in tar if member.isreg()}
-        texts = {name: file.read() for name, file in files.items() if file is not None}
+    texts = read(archive).texts
     for name, text in texts.items():
         for secret in (tmp_path, Path.home() / "bin", SHIPPED.parent, "/opt/share"):
-            assert str(secret).encode() not in text, name
-    assert texts["sweep/mxfp4-s1/log.txt"] == (
-        b"# HOME/bin/python REPOSITORY/pretrain_gpt.py --save RUNS/sweep/mxfp4-s1\nread \xff from FOLDER1/wiki\n"
-    )
-    assert b"- FOLDER1/wiki" in texts["sweep/mxfp4-s1/config.yaml"]
-    original = (sweep / "mxfp4-s1/metrics.jsonl").read_bytes()
-    assert texts["sweep/mxfp4-s1/metrics.jsonl"] == original
+            assert str(secret) not in text, name
+    command = ["HOME/bin/python", "RUNS/sweep/mxfp4-s1"]
+    assert json.loads(texts["sweep/mxfp4-s1/cell.json"]) == {"exit_code": 0, "command": command}
+    assert "- FOLDER1/wiki" in texts["sweep/mxfp4-s1/config.yaml"]
 
 
 def test_what_cannot_be_archived_is_one_line(sweep: Path, tmp_path: Path, capsys: Capture) -> None:
     same = write_run(tmp_path / "more" / "sweep")
     outside = write_run(tmp_path / "runs/outside")
     for runs, archive, words in (
-        ([sweep], "runs.zip", "the name must end in .tar.xz"),
-        ([sweep, same], "runs.tar.xz", "would both be sweep; rename one of the folders"),
-        ([sweep], "file/runs.tar.xz", "cannot be written"),
-        ([tmp_path / "strange"], "runs.tar.xz", "but not in its folder; move it there"),
+        ([sweep], "runs.zip", "the name must end in .safetensors.xz"),
+        ([sweep, same], "runs.safetensors.xz", "would both be sweep; rename one of the folders"),
+        ([sweep], "file/runs.safetensors.xz", "cannot be written"),
+        ([tmp_path / "strange"], "runs.safetensors.xz", "but not in its folder; move it there"),
     ):
         (tmp_path / "file").write_text("")
         (tmp_path / "strange").mkdir(exist_ok=True)

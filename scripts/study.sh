@@ -3,17 +3,25 @@
 #
 #   scripts/study.sh start OUT SECONDS LANE...   starts the lanes in the background, under CUDA MPS; returns at once
 #   scripts/study.sh wait OUT [SECONDS]          waits for their end, 590 seconds at most by default, and says how they stand
-#   scripts/study.sh pack OUT FILE.tar.xz        writes all files of the runs but checkpoints, caches and TensorBoard's
+#   scripts/study.sh pack OUT FILE.tar.xz        writes all files of the runs but checkpoints, caches and TensorBoard's;
+#                                                above 15 MiB as FILE.tar.xz.00, .01 and so on, which cat joins
 #
 # A LANE is a file. Each line of it is a folder below OUT and arguments of scripts/sweep.py: the lane runs these sweeps
 # one after the other. Lanes share the GPUs, so their --jobs-per-gpu add up. A sweep with an evaluate entry scores each
-# job as it ends.
+# job as it ends. scripts/studies has lanes of the open studies: DATA and WIKIPEDIA are the corpora of
+# scripts/prepare_corpus.sh, CORPUS its folder of texts, JOBS the jobs that share a GPU, SWEEP further flags of
+# scripts/sweep.py for all sweeps of a lane.
 #
-# After SECONDS all runs are told to save and stop. The same start continues them from their checkpoints and repeats
-# nothing that is done. `tools/report.py OUT/FOLDER... --archive FILE.safetensors.xz` makes an archive for docs/results.
+# After SECONDS less those of scoring (SCORING, 90 by default) all runs are told to save and stop, and the rest is for
+# scores that ended runs lack. The same start continues from the checkpoints and repeats nothing that is done; on another
+# machine it needs them, so give --start-within what a run leaves of a session.
+# `tools/report.py OUT/FOLDER... --archive FILE.safetensors.xz` makes an archive for docs/results.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 script=$here/scripts/study.sh
+limit=${LIMIT:-15M} # of a packed file
+export SWEEP=${SWEEP:-}
+export SCORES="--recipe checkpoint bf16 --wikitext --micro-batch-size 16 --data-path data/enwiki-test.jsonl.xz${CORPUS:+ $CORPUS/docs-test.jsonl.xz}"
 
 alive() { kill -0 "$(cat "$1" 2>/dev/null)" 2>/dev/null; }
 
@@ -36,16 +44,23 @@ start() {
     done
 }
 
-lane() {
-    local end=$1 words line left
+# sweeps END FILE FLAGS...: the sweeps of a lane until END.
+sweeps() {
+    local end=$1 file=$2 words line left
+    shift 2
     while IFS= read -r line <&3; do
         [[ -z $line || $line == \#* ]] && continue
         eval "words=($line)"
         left=$((end - $(date +%s)))
         ((left > 0)) || return 75
-        echo "+ scripts/sweep.py ${words[*]:1}, $left s left"
-        timeout --signal TERM "$left" python "$here/scripts/sweep.py" "${words[@]:1}" --out "$out/${words[0]}"
-    done 3<"$2"
+        echo "+ scripts/sweep.py ${words[*]:1}${*:+ $*}, $left s left"
+        timeout --signal TERM "$left" python "$here/scripts/sweep.py" "${words[@]:1}" --out "$out/${words[0]}" "$@"
+    done 3<"$file"
+}
+
+lane() {
+    sweeps $(($1 - ${SCORING:-90})) "$2"
+    sweeps "$1" "$2" --start-within 0 # scores what has ended, starts nothing
 }
 
 wait_for() {
@@ -70,7 +85,10 @@ pack() {
     mkdir -p "$(dirname "$1")"
     XZ_OPT='-3 -T0' tar cJf "$1" -C "$out" --exclude='iter_*' --exclude=tensorboard --exclude=cache --exclude=mps \
         --exclude=locks --exclude='*.pid' .
-    ls -l "$1"
+    if [ -n "$(find "$1" -size +"$limit")" ]; then
+        split --bytes="$limit" --numeric-suffixes "$1" "$1." && rm "$1"
+    fi
+    ls -l "$1"*
 }
 
 action=${1:-}

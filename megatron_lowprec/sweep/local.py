@@ -171,13 +171,27 @@ class Runner:
         ended = [running for running in self._running if running.process.poll() is not None]
         free += [place for running in ended if (place := self._finish(running)) is not None]
         if self._signal is None:
-            while free and self._waiting and not self._too_many_failures() and time.monotonic() < self._last_start:
-                self._start(self._waiting.pop(0), free)
+            while free and not self._too_many_failures() and (job := self._next()) is not None:
+                self._start(job, free)
         else:
             self._stop()
         if self._kill_asked:
             self._kill()
         return bool(self._running)
+
+    def _next(self) -> Job | None:
+        """Take the first waiting job; after the time of the last start the first one that only lacks its scores."""
+        late = time.monotonic() >= self._last_start
+        for place, job in enumerate(self._waiting):
+            if not late or self._only_scores(job):
+                return self._waiting.pop(place)
+        return None
+
+    def _only_scores(self, job: Job) -> bool:
+        if evaluation(job, self._out / job.id) is None:
+            return False
+        before = record.read(self._out / job.id)
+        return before is not None and before.state == "done" and not record.differences(before, job)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is None:

@@ -236,3 +236,15 @@ def test_a_figure_that_only_stands_elsewhere_on_the_page_is_refused() -> None:
     assert "(1.322)" in text
     assert not same("1.322", source(figure))
     assert [same(each, 0.0238) for each in ("0.024", "0.0238", "0.023", "0.02")] == [True, True, False, True]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp4_rht_sr"])
+@pytest.mark.parametrize(("model", "label", "billions"), [(M345, "345M", 33), (B13, "1.3B", 42)])
+def test_gpu_hours_of_full_runs_follow_from_measured_rates(model: str, label: str, billions: int, recipe: str) -> None:
+    def hours(rates: Sequence[float]) -> float:
+        return billions * 1e9 / rates[0] / 3600
+
+    page = ROOT / "docs/guide/sweeps.md"
+    (line,) = re.findall(rf"^- {billions}B tokens at {label}: (.*)\.$", prose(page), re.M)
+    (figure,) = re.findall(rf"([\d.]+) (?:in|under emulated) `?{recipe}`?(?:,|$)", line)
+    assert same(figure, source(Figure("", "emulated-mx.md", "Whole step", "tokens/s", ((model, recipe),), hours)))

@@ -70,6 +70,16 @@ def test_a_failed_evaluation_is_repeated_without_its_training(
     assert scored.record(BF16)["state"] == "done"
 
 
+@pytest.mark.slow
+def test_scores_are_written_after_the_time_of_the_last_start(scored: Fake, write_sweep: WriteSweep) -> None:
+    path = write_sweep()
+    assert scored.run(path, "--only", "mxfp4") == 0
+    late = ("--start-within", "0", f"--evaluate={FLAGS}")
+    assert scored.run(path, *late) == 75, "bf16 is left out"
+    assert evaluation(scored, MXFP4) is not None
+    assert (len(scored.calls(BF16)), len(scored.calls(MXFP4))) == (0, 1)
+
+
 def test_flags_that_a_sweep_sets_are_refused(write_sweep: WriteSweep) -> None:
     assert read(write_sweep()).evaluate == ()
     assert read(write_sweep(evaluate="--wikitext", sizes={"a": {"evaluate": "--recipe bf16"}})).evaluate == (

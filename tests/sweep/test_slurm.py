@@ -55,7 +55,7 @@ def test_the_script_of_every_size(fake: Fake, capsys: pytest.CaptureFixture[str]
         "job-name": f"paper_table2-{size}",
         "partition": "gpu",
         "time": "12:00:00",
-        "array": {"tiny": "0-9%2", "small": "0-9", "full": "0-14"}[size],
+        "array": {"tiny": "0-9%2", "small": "0-9", "full": "0-29"}[size],
         "nodes": "1",
         "ntasks": "1",
         "requeue": None,

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import get_recipe, recipes
-from megatron_lowprec.shipped import SHIPPED
+from megatron_lowprec.report.claims import load_claims
+from megatron_lowprec.report.planning.before_start import undecided
+from megatron_lowprec.shipped import SHIPPED as ROOT
 from megatron_lowprec.sweep.budgets import budgets
 from megatron_lowprec.sweep.jobs import expand
 from megatron_lowprec.sweep.spec import RecipeChoice, Resources, merge, read, seeds_of, size_names
+from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
+from megatron_lowprec.training.data import tokenizer
+from megatron_lowprec.training.distributed.startup import Ranks
+from megatron_lowprec.training.run import run
 from tests.sweep.conftest import Fake, WriteSweep
 
-SHIPPED = sorted((SHIPPED / "configs" / "sweeps").glob("*.yaml"))
+SHIPPED = sorted((ROOT / "configs" / "sweeps").glob("*.yaml"))
+LARGE = frozenset({"full", "2b", "8b", "8b_gradients", "16b"})
+"""Sizes of eight GPUs a job."""
+READ_ONCE = cache(tokenizer._gpt2_bpe)
 NAMES = {"paper_table2", "rht_block_size", "fp8_forward", "mxfp8_rounding", "fp8_scaling", "fp8_lm"}
 CHECKS = {"fp8_native", "mxfp8_native"}  # of this project's own kernels, on a GPU alone
 STUDIES = {"gpt_25m_schedule", "all_recipes", "token_ladder", "learning_rate", "mxfp8_operands", "late_growth"}
-STUDIES |= {"fp4_rivals", "stochastic_rounding"}
+STUDIES |= {"fp4_rivals", "stochastic_rounding", "two_domains"}
 """Of one question each."""
 
 
@@ -74,6 +87,50 @@ def test_every_study_pairs_its_recipes_over_two_seeds_at_least(name: str, size: 
     assert len({str(job.resolved) + str(job.seed) for job in found}) == len(found)
     # a study compares by one text that no run has trained on
     assert name in CHECKS or sweep.needs == ("train_data_path",)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(path.stem, size, marks=() if str(size) in LARGE else pytest.mark.weekly, id=f"{path.stem}-{size}")
+        for path in SHIPPED
+        for size in size_names(str(path))
+    ],
+)
+def test_each_job_has_a_memory_plan_that_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, size: str | None
+) -> None:
+    """``--memory-plan`` of a job, on GPUs of 80 GiB; data need not exist."""
+    monkeypatch.setattr(tokenizer, "_gpt2_bpe", READ_ONCE)
+    sweep = read(f"configs/sweeps/{name}.yaml", size)
+    processes = sweep.resources.gpus_per_job or sweep.resources.processes_per_job
+    jobs = expand(replace(sweep, seeds=sweep.seeds[:1]), {need: ["a_text_document"] for need in sweep.needs}, processes)
+    for job in jobs:
+        run([*job.arguments, "--memory-plan", "--memory-plan-gpus", str(processes)], Ranks(0, 1, 0, 1))
+        (peak,) = re.findall(r"  peak \(.*\) +([0-9.]+) ([GM])iB", capsys.readouterr().out)
+        assert peak[1] == "M" or float(peak[0]) < 72, job.id  # of 80, see memory.report
+
+
+def test_large_runs_have_the_seeds_that_any_verdict_needs() -> None:
+    """Their lengths are the sources', which may be short of a verdict."""
+    claims = load_claims(ROOT / "configs" / "claims.yaml")
+    for path in SHIPPED:
+        for size in LARGE.intersection(map(str, size_names(str(path)))):
+            sweep = read(str(path), size)
+            lines = undecided(expand(sweep, {need: ["a_text_document"] for need in sweep.needs}, 8), claims)
+            assert not [line for line in lines if "one seed" in line], (path.stem, size)
+
+
+@pytest.mark.parametrize(("size", "tokens"), [("8b", 15e12), ("16b", 1e12)])
+def test_the_second_blend_of_a_large_run_is_required(size: str, tokens: float) -> None:
+    sweep = read("configs/sweeps/mxfp8_rounding.yaml", size)
+    with pytest.raises(UserError, match="needs --data-phase-path"):
+        expand(sweep, {"data_path": ["a_text_document"]}, 8)
+    (job, *_) = expand(sweep, {"data_path": ["first"], "data_phase_path": ["second"]}, 8)
+    config = resolve_run(resolve_model(parse(job.arguments)[0]), 8, gpus=True)
+    assert config.data_phase_path == ["second"]
+    assert config.data_phase_switch_samples == round(0.6 * job.train_iters) * config.global_batch_size
+    assert job.train_iters * config.global_batch_size * job.seq_length == pytest.approx(tokens, rel=1e-5)
 
 
 def test_all_recipes_are_all_registered_ones_for_a_model_without_swiglu() -> None:

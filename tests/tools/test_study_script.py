@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
+import random
+import re
+import shlex
 import subprocess
 import tarfile
 from pathlib import Path
+from string import Template
 
 import pytest
 
+from megatron_lowprec.commands import sweep as cli
 from tests.environment import python_path
 
 SCRIPT = Path(__file__).parents[2] / "scripts/study.sh"
@@ -19,8 +25,8 @@ mkdir -p "$2/job/iter_0000001" && echo '{"iteration": 7}' >"$2/job/metrics.jsonl
 """
 
 
-def study(*words: str | Path, path: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **python_path(), "PATH": path}
+def study(*words: str | Path, path: str, **more: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **python_path(), "PATH": path, **more}
     return subprocess.run(["bash", str(SCRIPT), *map(str, words)], env=env, capture_output=True, text=True, check=False)
 
 
@@ -40,10 +46,8 @@ def test_lanes_run_are_waited_for_and_packed(tmp_path: Path) -> None:
     assert '"iteration": 7' in waited.stdout
     assert waited.stdout.endswith("0 lanes run\n")
     log = (out / "one.log").read_text().splitlines()
-    assert [line.partition(",")[0] for line in log] == [
-        "+ scripts/sweep.py sweep.yaml --only a b",
-        "+ scripts/sweep.py sweep.yaml",
-    ]
+    sweeps = ["+ scripts/sweep.py sweep.yaml --only a b", "+ scripts/sweep.py sweep.yaml"]
+    assert [line.partition(",")[0] for line in log] == [*sweeps, *(f"{line} --start-within 0" for line in sweeps)]
     assert study("pack", out, tmp_path / "study.tar.xz", path=path).returncode == 0
     with tarfile.open(tmp_path / "study.tar.xz") as tar:
         names = {member.name for member in tar.getmembers() if member.isfile()}
@@ -52,6 +56,35 @@ def test_lanes_run_are_waited_for_and_packed(tmp_path: Path) -> None:
         "./one.log",
         "./two.log",
     }
+
+
+def test_a_large_pack_is_in_parts(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").write_bytes(random.Random(1).randbytes(40_000))
+    packed = tmp_path / "study.tar.xz"
+    assert study("pack", tmp_path / "out", packed, path=os.environ["PATH"], LIMIT="15k").returncode == 0
+    parts = sorted(tmp_path.glob("study.tar.xz*"))
+    assert [part.name for part in parts] == [f"study.tar.xz.0{number}" for number in range(3)]
+    assert max(part.stat().st_size for part in parts) <= 15 * 1024
+    with tarfile.open(fileobj=io.BytesIO(b"".join(part.read_bytes() for part in parts))) as tar:
+        member = tar.extractfile("./metrics.jsonl")
+        assert member is not None
+        assert member.read() == (tmp_path / "out" / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("lane", sorted((SCRIPT.parent / "studies").iterdir()), ids=lambda path: path.name)
+def test_sweeps_of_a_study_expand(capsys: pytest.CaptureFixture[str], lane: Path) -> None:
+    """Each line of a shipped lane is a folder and arguments of a sweep, whose jobs are scored or have checkpoints."""
+    values = {"DATA": "both", "WIKIPEDIA": "wikipedia", "SCORES": "--recipe bf16 --wikitext", "SWEEP": "--seeds 1234"}
+    for line in lane.read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        words = [re.sub(r"^\$\{\w+:-(\w+)\}$", r"\1", word) for word in shlex.split(line)]
+        given = [values[word[1:]] if word[1:] in values else Template(word).substitute(values) for word in words]
+        assert cli.main([*given[1:-1], *given[-1].split(), "--dry-run"]) == 0, given
+        rows = [row.split("\t") for row in capsys.readouterr().out.splitlines()]
+        assert {row[3] for row in rows} == {"1234"}
+        assert all("--no-save" not in row[4] and "train-data-path" in row[4] for row in rows)
 
 
 def test_another_action_prints_how_it_is_used(tmp_path: Path) -> None:

@@ -50,6 +50,9 @@ def planned(config: Config, recipe: Recipe, world_size: int, device: Device | No
         train_data_path=None,
         valid_data_path=None,
         test_data_path=None,
+        data_phase_path=None,
+        data_phase_switch=None,
+        data_phase_switch_samples=None,
     )
     config = resolve_run(without_data, gpus, gpus=True)
     automatic = config.cuda_graph_impl == "auto"

@@ -190,7 +190,7 @@ def read_run(cell: Run, diverged_rise: float, say: Callable[[str], None]) -> Run
     options = {RENAMED.get(name, name): value for name, value in config.get("options", {}).items()}
     recipe, earlier = in_current_form(config.get("recipe", {})), tuple(map(str, config.get("earlier_recipes", [])))
     cell = replace(
-        _labelled(cell, [*earlier, cell.label or recipe.get("name") or printable(folder.name)]),
+        _labelled(cell, [*earlier, cell.label or _own_label(recipe, record) or printable(folder.name)]),
         recipe=recipe,
         earlier_recipes=earlier,
         earlier_options=tuple(config.get("earlier_options", [])),
@@ -229,6 +229,13 @@ def read_run(cell: Run, diverged_rise: float, say: Callable[[str], None]) -> Run
         gradient_norms=_finite(columns[NORM]),
         seconds=typical_seconds(columns[SECONDS]),
     )
+
+
+def _own_label(recipe: Mapping[str, Any], record: Mapping[str, Any]) -> str | None:
+    """The recipe's name; that of a run on Blackwell's products is told from its emulation, which other GPUs have."""
+    name = recipe.get("name")
+    ways = str(record.get("gemms", {}).values())
+    return f"{name}_native" if name and "'blackwell_mx " in ways else name
 
 
 def _pretrained(options: Mapping[str, Any]) -> str | None:

@@ -76,7 +76,8 @@ def expand(sweep: Sweep, settings: Options, processes: int) -> list[Job]:
     jobs = []
     every = product(sweep.seeds, sweep.models, sweep.variants, sweep.recipes)
     for index, (seed, model, variant, recipe) in enumerate(every):
-        options = merge(merge(merge(sweep.options, model.options), variant.options), settings)
+        options = merge(merge(merge(sweep.options, model.options), variant.options), recipe.options)
+        options = merge(options, settings)
         if sweep.evaluate and options.get("no_save"):
             raise UserError(
                 f"{sweep.name}: evaluate scores a checkpoint, and no-save writes none; leave one of them out"

@@ -5,7 +5,7 @@
     summary: one line
     options: {eval-iters: 16}                # of every job, named as in configs/models
     models: [gpt_tiny]                       # a name in configs/models, a file, or {label, model, options}
-    recipes: [bf16, mxfp4]                   # a name, a recipe file, or {label, recipe, recipe_override}
+    recipes: [bf16, mxfp4]                   # a name, a recipe file, or {label, recipe, recipe_override, options}
     overrides: {base: {}, low: {lr: 1.0e-4}} # named variants; optional
     seeds: [1234, 1235]
     evaluate: --recipe bf16 --wikitext       # flags of megatron-lowprec eval, which scores each job's last checkpoint
@@ -22,7 +22,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,12 @@ _OWN = {
 
 @dataclass(frozen=True)
 class RecipeChoice:
-    """A recipe (name or file) with overrides, and its label in the sweep."""
+    """A recipe (name or file) with overrides, its label in the sweep, and options for its jobs only."""
 
     label: str
     recipe: str
     recipe_override: tuple[str, ...] = ()
+    options: Options = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,12 @@ class Resources:
     jobs_at_once: int | None = None  # None: 1 on a CPU, all on GPUs and in a Slurm array
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.default is None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is None and each.default is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"resources: {field.name} is {value!r}; write a whole number of at least 1")
+                raise UserError(f"resources: {each.name} is {value!r}; write a whole number of at least 1")
         if self.jobs_per_gpu > 1 and (self.gpus_per_job or 1) > 1:
             raise UserError(
                 f"resources: {self.gpus_per_job} gpus_per_job and {self.jobs_per_gpu} jobs_per_gpu: jobs either "
@@ -303,15 +304,17 @@ def _label(where: str, label: Any) -> str:
 
 def _recipe(where: str, entry: Any) -> RecipeChoice:
     content = current_names(where, {"recipe": entry} if isinstance(entry, str) else _mapping(where, entry))
-    _known(where, content, ("label", "recipe", "recipe_override"))
+    _known(where, content, ("label", "recipe", "recipe_override", "options"))
     recipe = _text(where, content, "recipe")
     overrides = content.get("recipe_override", [])
     if not isinstance(overrides, list) or not all(isinstance(item, str) for item in overrides):
         raise UserError(f"{where}: recipe_override is {overrides!r}; write a list such as [dgrad.hadamard.block=128]")
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
-    if overrides and "label" not in content:
-        raise UserError(f"{where}: {recipe} with recipe_override has no label; add one, such as label: my_{name}")
-    return RecipeChoice(_label(where, content.get("label", name)), recipe, tuple(overrides))
+    for key in ("recipe_override", "options"):
+        if content.get(key) and "label" not in content:
+            raise UserError(f"{where}: {recipe} with {key} has no label; add one, such as label: my_{name}")
+    options = options_of(f"{where}: {recipe}: options", _mapping(f"{where}: {recipe}", content.get("options")))
+    return RecipeChoice(_label(where, content.get("label", name)), recipe, tuple(overrides), options)
 
 
 def _model(where: str, entry: Any) -> ModelChoice:

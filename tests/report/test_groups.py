@@ -1,16 +1,19 @@
 """Only what may be compared is compared."""
 
-from dataclasses import asdict
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from megatron_lowprec.report.claims import CLAIMS, load_claims
 from megatron_lowprec.report.groups import Group, differing_options, group_runs
 from megatron_lowprec.report.runs import Run, find_runs
 from megatron_lowprec.report.statistics import Fit
 from megatron_lowprec.report.tables import quality, resolution
+from megatron_lowprec.report.verdict import Held, judge_all
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.schedule import plan
 from tests.report.synthetic import add_cells, cell, write_run, write_sweep
@@ -48,6 +51,48 @@ def test_seed_recipe_layout_and_names_are_not(tmp_path: Path) -> None:
     assert (len(found), lost) == (1, [])
     assert found[0].labels == ("bf16", "mxfp4")
     assert not found[0].apart
+
+
+def record_gemms(folder: Path, how: str) -> Path:
+    """The same run, with how its GEMMs ran in run.json."""
+    path = folder / "run.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"gemms": dict.fromkeys(record["gemms"], how)}))
+    return folder
+
+
+def test_a_native_run_and_its_emulation_are_compared(tmp_path: Path) -> None:
+    """The pair of arXiv 2506.08027: one recipe and seed, told apart by what computed the products."""
+    ways = {
+        "a": "blackwell_mx on sm100, unverified hardware, checked at start",
+        "b": "emulated on sm100 (blackwell_mx: --native off)",
+        "c": "emulated (blackwell_mx on sm100: failed its check)",
+        "d": "hopper_fp8 on sm100",
+    }
+    runs = [record_gemms(write_run(tmp_path / name, "mxfp8", final=3.7), how) for name, how in ways.items()]
+    (found,), _ = groups(write_run(tmp_path / "bf16", options={"native": "require"}), *runs)
+    assert found.labels == ("bf16", "mxfp8_native", "mxfp8")
+    assert [len(found.of(label)) for label in found.labels] == [1, 1, 3]
+    assert found.find("mxfp8") == "mxfp8"
+    assert found.unpaired("mxfp8_native", "mxfp8") is None
+
+
+def test_the_claim_of_the_native_pair_is_decided_by_its_runs(tmp_path: Path) -> None:
+    """At 2B parameters and 20 tokens each, from runs that a sweep labels; and not by runs of one kind."""
+    options = {"global_batch_size": 100_000}
+    claims = load_claims(CLAIMS)
+    only = replace(claims, claims=(claims.named("mxfp8_native"),))
+    finals = {"bf16": 3.7, "mxfp8": 3.71}
+    sweep = write_sweep(tmp_path / "sweep", finals, options=options, parameters=2 * 10**9)
+    (verdict,) = judge_all(only, groups(sweep)[0])
+    assert "no run of mxfp8_native" in str(verdict)
+    for seed in (1, 2, 3):
+        run = write_run(tmp_path / f"n{seed}", "mxfp8", seed, 3.71, options=options, parameters=2 * 10**9)
+        record_gemms(run, "blackwell_mx on sm100")
+    (verdict,) = judge_all(only, groups(sweep, *sorted(tmp_path.glob("n*")))[0])
+    (finding,) = verdict.findings
+    assert (finding.test.left, finding.test.right) == ("mxfp8_native", "mxfp8")
+    assert finding.held is not Held.MISSING
 
 
 def record_schedule(folder: Path, **changes: Any) -> Path:

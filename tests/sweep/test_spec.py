@@ -46,6 +46,19 @@ def test_a_check_of_kernels_has_each_recipe_native_and_emulated_with_two_seeds()
     assert {job.resolved["options"].get("emulate", False) for job in found} == {True, False}
 
 
+@pytest.mark.parametrize("size", ["small", "2b"])
+def test_blackwells_products_and_their_emulation_are_labels(size: str) -> None:
+    """Of one recipe, in one group of a report, so that a claim compares them."""
+    found = expand(read("configs/sweeps/mxfp8_native.yaml", size), {"data_path": ["a_text_document"]}, 1)
+    native = {job.label: job.resolved["options"].get("native", "auto") for job in found}
+    assert native.pop("bf16") == "auto"
+    assert {label.removesuffix("_native") for label in native} == {job.resolved["recipe"]["name"] for job in found} - {
+        "bf16"
+    }
+    assert native == {label: "require" if label.endswith("_native") else "off" for label in native}
+    assert len(found) == 2 * (1 + len(native))
+
+
 @pytest.mark.parametrize("size", ["tiny", "small", "full"])
 @pytest.mark.parametrize("path", [path for path in SHIPPED if path.stem in NAMES], ids=lambda path: path.stem)
 def test_every_shipped_sweep_expands_at_every_size(path: Any, size: str) -> None:
@@ -184,6 +197,11 @@ def test_recipes_by_name_file_and_mapping(write_sweep: WriteSweep) -> None:
         RecipeChoice("mxfp8_bf16_ends", "configs/recipes/mxfp8_bf16_ends.yaml"),
         RecipeChoice("g128", "mxfp4_rht", ("dgrad.hadamard.block=128",)),
     )
+    options = {"label": "native", "recipe": "mxfp8", "options": {"native": "require"}}
+    (native,) = read(write_sweep(recipes=[options])).recipes
+    assert native == RecipeChoice("native", "mxfp8", options={"native": "require"})
+    with pytest.raises(UserError, match="mxfp8 with options has no label"):
+        read(write_sweep(recipes=[{"recipe": "mxfp8", "options": {"native": "require"}}]))
     named = [{"recipe": "mxfp8"}, {"recipe": "configs/recipes/mxfp8_bf16_ends.yaml"}]
     assert [choice.label for choice in read(write_sweep(recipes=named)).recipes] == ["mxfp8", "mxfp8_bf16_ends"]
 

@@ -99,7 +99,7 @@ MODELS_OF_BF16 = {
 }
 
 
-@pytest.mark.parametrize("name", also_weekly(MODELS_OF_BF16, ["experts", "pipeline", "tensor parallel"]))
+@pytest.mark.parametrize("name", also_weekly(MODELS_OF_BF16, ["tensor parallel"]))
 def test_bf16_is_megatron_lm_bit_for_bit(megatron_lm: MegatronLM, name: str) -> None:
     """Parameters and losses; its own attention, which ``--attention-backend unfused`` selects, has other bits."""
     arguments, ranks = MODELS_OF_BF16[name]
@@ -115,7 +115,7 @@ def test_bf16_is_megatron_lm_bit_for_bit(megatron_lm: MegatronLM, name: str) -> 
 RECIPES = ["bf16", "fp8_delayed", "mxfp8", "mxfp4_rht_sr", "nvfp4", "quartet2", "fp8_lm_o3"]
 
 
-@pytest.mark.parametrize("recipe", also_weekly(RECIPES, ["fp8_delayed", "nvfp4", "fp8_lm_o3"]))
+@pytest.mark.parametrize("recipe", also_weekly(RECIPES, ["fp8_delayed"]))
 def test_the_driver_s_losses(megatron_lm: MegatronLM, data: list[str], recipe: str, tmp_path: Path) -> None:
     # unclipped: the driver adds the squares of a gradient norm in another order
     flags = [*data, "--train-iters", "6", "--clip-grad", "0"]
@@ -127,11 +127,13 @@ def test_the_driver_s_losses(megatron_lm: MegatronLM, data: list[str], recipe: s
     assert len(found) == 6
 
 
+@pytest.mark.weekly
 def test_grouped_experts_have_the_losses_of_sequential_ones(megatron_lm: MegatronLM) -> None:
     arguments = ["--mock-data", *spec("mxfp8"), *EXPERTS]
     assert losses(megatron_lm, *arguments, "--moe-grouped-gemm") == losses(megatron_lm, *arguments)
 
 
+@pytest.mark.weekly
 def test_layouts_give_one_process_losses(megatron_lm: MegatronLM, data: list[str]) -> None:
     arguments = [*data, *spec("mxfp8"), "--global-batch-size", "8", "--train-iters", "2"]
     one = losses(megatron_lm, *arguments)
@@ -141,6 +143,7 @@ def test_layouts_give_one_process_losses(megatron_lm: MegatronLM, data: list[str
     assert losses(megatron_lm, *arguments, *OVERLAP, ranks=2) == pytest.approx([*one, *one], abs=1e-4)
 
 
+@pytest.mark.weekly
 def test_recomputation_repeats_the_draws(megatron_lm: MegatronLM) -> None:
     recipe = [*spec("mxfp4_rht_sr"), "--mock-data"]
     assert losses(megatron_lm, *recipe, *RECOMPUTE) == losses(megatron_lm, *recipe)
@@ -243,6 +246,7 @@ def test_the_documented_command_runs(megatron_lm: MegatronLM) -> None:
     assert "recipe mxfp4_rht_sr: " in run_small(megatron_lm, arguments).output
 
 
+@pytest.mark.weekly
 def test_the_measured_flags_run(megatron_lm: MegatronLM, tmp_path: Path) -> None:
     args = argparse.Namespace(micro_batch=None, warm_up=10, iterations=20)
     client = bench.Client("Megatron-LM", "", tmp_path, None)

@@ -48,7 +48,7 @@ def rows(path: Path, tail: int | None = None) -> tuple[list[Row], list[str]]:
     return list(json_lines(path, said.append, check, tail)), said
 
 
-def test_json_lines_drops_each_damaged_line_and_says_so_once(tmp_path: Path) -> None:
+def test_json_lines_drops_damaged_lines_with_one_note(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"a": 1}\n\xff\n{"a": 2}\n\n{"a": 3\n[4]\n{"b": 5}\n{"a": "x"}\n{"a": -1}\n{"a": 6}\n{"a": 7')
     found, said = rows(path)

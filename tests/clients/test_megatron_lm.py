@@ -116,7 +116,7 @@ RECIPES = ["bf16", "fp8_delayed", "mxfp8", "mxfp4_rht_sr", "nvfp4", "quartet2", 
 
 
 @pytest.mark.parametrize("recipe", also_weekly(RECIPES, ["fp8_delayed"]))
-def test_the_driver_s_losses(megatron_lm: MegatronLM, data: list[str], recipe: str, tmp_path: Path) -> None:
+def test_losses_equal_the_drivers(megatron_lm: MegatronLM, data: list[str], recipe: str, tmp_path: Path) -> None:
     # unclipped: the driver adds the squares of a gradient norm in another order
     flags = [*data, "--train-iters", "6", "--clip-grad", "0"]
     flags += ["--use-distributed-optimizer"] if recipe.startswith("fp8_lm") else []
@@ -213,7 +213,7 @@ def test_amax_histories_are_in_megatron_lm_s_checkpoints(megatron_lm: MegatronLM
         ([*spec("mxfp8"), "--fp8-format", "hybrid"], "TransformerConfig.fp8 is 'hybrid'"),
     ],
 )
-def test_mistakes_are_named(megatron_lm: MegatronLM, arguments: list[str], words: str) -> None:
+def test_errors_are_named(megatron_lm: MegatronLM, arguments: list[str], words: str) -> None:
     done = megatron_lm.run(*MODEL, *STOCK, "--mock-data", *arguments)
     assert done.codes != [0]
     assert words in done.output

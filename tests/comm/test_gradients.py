@@ -201,7 +201,7 @@ def test_ranks_that_share_a_scale_may_be_few(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_on_one_rank_is_seen_by_all(found: dict[str, Any]) -> None:
+def test_non_finite_values_of_one_rank_reach_all(found: dict[str, Any]) -> None:
     broken = found["broken"]
     assert broken[128:460].isnan().all()
     assert broken[64:65].isnan().all()

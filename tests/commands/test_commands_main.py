@@ -59,7 +59,7 @@ def test_a_missing_package_is_named_with_its_extra(
     assert capsys.readouterr().err.endswith(f"is not installed: pip install 'megatron-lowprec[{extra}]'\n")
 
 
-def test_a_missing_module_of_the_package_is_no_user_s_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_module_of_the_package_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COMMANDS, "report", main.Command("nothing", ""))  # type: ignore[misc]
     with pytest.raises(ModuleNotFoundError, match=r"megatron_lowprec\.commands\.nothing"):
         run(["report"])
@@ -169,7 +169,7 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(
     assert " <2,>=1 " in text
 
 
-def test_doctor_says_how_each_recipe_runs() -> None:
+def test_doctor_prints_the_backend_of_each_recipe() -> None:
     assert [doctor.runs(get_recipe("fp8_blockwise"), arch) for arch in ("cpu", "sm89", "sm90", "sm100")] == [
         *("emulated", "emulated", "native", "emulated")
     ]

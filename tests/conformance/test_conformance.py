@@ -128,7 +128,7 @@ def one(results: Tensors, marks: Tensors | None = None, given: Tensors | None = 
         (one({"scale_inv": torch.ones(2, 1)}), {"scale_inv": torch.ones(2)}, 1),
     ],
 )
-def test_what_is_equal(case: Case, got: Tensors, code: int) -> None:
+def test_exit_codes_of_comparisons(case: Case, got: Tensors, code: int) -> None:
     for group in case.groups:
         for tensors in (group.results, got):
             tensors |= {key: value.to(torch.uint8) for key, value in tensors.items() if key == "codes"}

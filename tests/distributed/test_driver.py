@@ -239,7 +239,7 @@ def chat_on_one_process(tmp_path_factory: pytest.TempPathFactory, launch: Launch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", also_weekly([*LAYOUTS, "distributed"], ["data", "pipeline", "distributed"]))
-def test_answers_are_weighed_by_tokens_on_any_layout(
+def test_losses_of_answers_are_weighted_by_tokens_on_any_layout(
     chat_on_one_process: list[dict[str, Any]], launch: Launch, layout: str
 ) -> None:
     # torch's fp32 norm of an embedding is 1e-5 off on a CPU, by how it is cut into tensors.

@@ -259,7 +259,7 @@ def test_gradients_that_are_not_finite_take_no_step(launch: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_it_needs_is_switched_on_and_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_required_options_are_switched_on_with_a_note(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with driving(tmp_path) as call:
         call(argv(save="out", no_save=True, recipe="fp8_lm", train_iters=1))
     said = capfd.readouterr().out
@@ -322,6 +322,6 @@ def test_fp8_weights_are_cast_from_the_main_weight_of_scaled_adam(
         ({"recipe": "fp8_delayed+mxfp8"}, "takes optimizer state, gradients and weights from mxfp8"),
     ],
 )
-def test_what_cannot_be_combined_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_options_that_exclude_fp8_lm_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with driving(tmp_path) as call, pytest.raises(UserError, match=message):
         call(argv(**{"save": "out", "bf16": True} | options))

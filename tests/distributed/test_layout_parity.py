@@ -110,7 +110,7 @@ def run(folder: Path, cover: Sequence[str]) -> None:
     fork_ranks(4, ["-m", "tools.layout_parity.worker", str(job)])
 
 
-def test_the_cover_is_whole() -> None:
+def test_the_cover_has_every_layout() -> None:
     assert set(COVER) == {named(layout) for layout in layouts.LAYOUTS}
     families = {"bf16", "fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4_all"}
     assert families | {"mxfp4_rht_sr"} <= {COVER[layout] for layout in EACH_TIME}

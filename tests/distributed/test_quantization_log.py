@@ -89,7 +89,7 @@ def logged(folder: Path, recipe: str = "") -> dict[tuple[str, str, str], dict[st
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_layout_says_what_one_process_says(folder: Path, recipe: str, layout: str) -> None:
+def test_a_layout_logs_the_rows_of_one_process(folder: Path, recipe: str, layout: str) -> None:
     want, got = operands(folder / f"{recipe} one"), operands(folder / f"{recipe} {layout}")
     assert got.keys() == want.keys()
     # blocks along the tokens, and rows of them, lie in one rank's samples
@@ -116,7 +116,7 @@ def test_a_layout_says_what_one_process_says(folder: Path, recipe: str, layout: 
 
 
 @pytest.mark.slow
-def test_experts_of_all_ranks_are_there(folder: Path) -> None:
+def test_experts_of_all_ranks_are_logged(folder: Path) -> None:
     want, got = operands(folder / "experts one"), operands(folder / "experts")
     assert got.keys() == want.keys()
     experts = {linear for linear, _, _ in want if "of expert" in linear}
@@ -170,7 +170,7 @@ def test_captures_of_ranks_are_parts_of_one_process_s(folder: Path, layout: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor", "sequence", "pipeline"])
-def test_another_recipe_says_what_it_says_in_one_process(folder: Path, layout: str) -> None:
+def test_counterfactual_rows_equal_those_of_one_process(folder: Path, layout: str) -> None:
     want, got = (logged(folder / f"fp8_current {name}", "fp8_rowwise") for name in ("one", layout))
     assert got.keys() == want.keys() == set(operands(folder / "fp8_current one"))
     for place, row in want.items():

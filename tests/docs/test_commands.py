@@ -282,7 +282,7 @@ def test_command(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
-def test_files_of_a_command_are_there(command: Command) -> None:
+def test_files_of_a_command_exist(command: Command) -> None:
     for word in command.words:
         folder = word.split("/")[0]
         ours = folder in ("configs", "data", "scripts", "tests", "tools", "requirements") and "/" in word

@@ -49,7 +49,7 @@ def test_command_prints(command: Command, capsys: pytest.CaptureFixture[str], mo
         assert all(f"+{change}" in printed.splitlines()[0 if "--config" in command.words else 1] for change in changes)
 
 
-def test_there_is_much_to_print() -> None:
+def test_printing_commands_are_found() -> None:
     assert len(PRINTING) > 15
     assert {next(iter(set(command.words) & _PRINT_AND_STOP)) for command in PRINTING} == _PRINT_AND_STOP
 
@@ -81,7 +81,7 @@ def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 REFUSED = [command.words for page in PAGES for command, _ in refusals(page)]
 
 
-def test_there_are_refused_commands() -> None:
+def test_refused_commands_are_found() -> None:
     assert len(REFUSED) > 8
 
 

@@ -55,7 +55,7 @@ def links(page: Path) -> list[str]:
     return _LINK.findall(prose(page))
 
 
-def test_there_are_pages_and_links() -> None:
+def test_pages_and_links_are_found() -> None:
     assert len(PAGES) > 10
     assert sum(len(links(page)) for page in PAGES) > 20
 

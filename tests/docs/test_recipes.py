@@ -34,7 +34,7 @@ NUMERICS = ROOT / "docs/design/numerics.md"
 
 # ---- generated tables
 @pytest.mark.parametrize("page", doc_tables.pages(), ids=name_of)
-def test_tables_are_what_the_registry_says(page: Path) -> None:
+def test_tables_equal_the_registry(page: Path) -> None:
     assert page.read_text(encoding="utf-8") == doc_tables.rewritten(page), "run python tools/doc_tables.py"
 
 

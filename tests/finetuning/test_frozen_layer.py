@@ -434,7 +434,7 @@ def test_dequantized_weights_are_parameters(kind: str) -> None:
     assert dict(layer.named_buffers()) == {}
 
 
-def test_what_cannot_be_held() -> None:
+def test_weights_that_cannot_be_codes() -> None:
     with pytest.raises(UserError, match="found no converted layer: call convert first"):
         quantize_frozen_weights(nn.Linear(IN, OUT))
     layer = layer_of("fp8_current")

@@ -43,7 +43,7 @@ def test_compiled_kernel_against_float64() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_reaches_the_loss_on_a_gpu(bad: float) -> None:
+def test_non_finite_logits_reach_the_loss_on_a_gpu(bad: float) -> None:
     from megatron_lowprec.kernels.cross_entropy import triton
 
     logits = torch.zeros(2, 5000, device="cuda", dtype=torch.bfloat16)

@@ -215,7 +215,7 @@ def test_signs_are_pure() -> None:
     assert torch.equal(shard.signs(64, torch.device("cpu")), stream.signs(64, torch.device("cpu")))
 
 
-def test_the_recipe_layer_knows_how_many_values_a_call_serves() -> None:
+def test_the_recipe_layer_has_the_values_of_a_call() -> None:
     """``recipe`` may not import kernels, so it repeats the number."""
     from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL
     from megatron_lowprec.recipe.coverage import VALUES_PER_DRAW

@@ -91,9 +91,7 @@ def train(name: str, optimizer: Callable[..., torch.optim.Optimizer], told: bool
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", ["fp8_delayed", "fp8_mxfp4_rht_sr"])
-def test_scales_follow_an_optimizer_without_being_told(
-    name: str, frozen: bool, optimizer: Callable[..., torch.optim.Optimizer]
-) -> None:
+def test_scales_follow_any_optimizer(name: str, frozen: bool, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     got, want = (train(name, optimizer, told, frozen) for told in (False, True))
     assert all(map(torch.equal, got, want))
 

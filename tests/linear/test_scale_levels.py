@@ -93,7 +93,7 @@ def test_a_layer_learns_a_linear_map(generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("recipe", [*map(get_recipe, NAMES), NVFP4], ids=[*NAMES, NVFP4.name])
-def test_operands_say_what_they_are(recipe: Recipe, generator: torch.Generator) -> None:
+def test_operands_hold_their_transform_and_folded_scale(recipe: Recipe, generator: torch.Generator) -> None:
     gemms, rng_step = gemms_of(recipe), RngStep(0, 0)
     x, dy = tensors(torch.bfloat16, generator)
     matrices = {"input": x, "grad_output": dy, "weight": torch.randn(OUT, IN, generator=generator).bfloat16()}

@@ -78,7 +78,7 @@ def test_forward_mode_is_refused() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_layers_refuse_too(backend: str) -> None:
+def test_compiled_layers_refuse_second_derivatives(backend: str) -> None:
     """aot_autograd itself refuses the second derivative of any graph."""
     torch._dynamo.reset()
     layer = linear("mxfp8")

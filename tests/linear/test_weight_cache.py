@@ -45,7 +45,7 @@ def test_it_is_made_once_a_step_and_serves_passes_that_observe_nothing(
     assert not torch.equal(passes(2 * w.roll(1))[2], found[2])
 
 
-def test_what_was_made_before_a_capture_is_not_taken_for_granted_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_cached_before_a_capture_are_not_used_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, weight = QuantizedWeightCache(["fprop"]), QuantizedTensor(torch.Size((1, 1)), torch.float32, None)
     cache.put("fprop", "emulated", weight)
     assert cache.get("fprop", "emulated") is weight

@@ -266,7 +266,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_follow_is_refused(name: str) -> None:
+def test_options_that_exclude_saved_formats_are_refused(name: str) -> None:
     formats, options, says = REFUSED[name]
     with pytest.raises(UserError, match=says):
         bound_layer(caching(**formats), **options)

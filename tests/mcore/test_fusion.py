@@ -73,7 +73,7 @@ def test_several_calls_in_flight_do_not_mix() -> None:
     assert [x.grad.unique().tolist() for x in xs if x.grad is not None] == [[0.0], [15.0], [30.0]]
 
 
-def test_whoever_reads_it_gets_nan() -> None:
+def test_reads_of_the_placeholder_are_nan() -> None:
     x, through = torch.ones(2, 4, requires_grad=True), channel()
     y = _Layer.apply(x, through)
     (_Behind.apply(y, through).sum() + y.sum()).backward()  # y has a second reader: autograd adds its gradient
@@ -85,7 +85,7 @@ def test_whoever_reads_it_gets_nan() -> None:
     assert (placeholder.shape, placeholder.dtype) == ((5, 3), torch.bfloat16)
 
 
-def test_what_was_not_taken_is_not_mistaken_for_another_gradient() -> None:
+def test_an_unread_operand_is_not_matched_to_another_gradient() -> None:
     x, through = torch.ones(2, 4, requires_grad=True), channel()
     y = _Layer.apply(x, through)
     torch.autograd.grad(_Behind.apply(y, through), y, torch.ones_like(y))  # the layer is not reached
@@ -128,7 +128,7 @@ def test_an_input_is_for_one_layer_and_as_it_was() -> None:
         ("bf16", (), None),
     ],
 )
-def test_help_is_wanted_where_both_gemms_read_operands_alone(
+def test_fusion_is_supported_where_both_gemms_read_operands_only(
     monkeypatch: pytest.MonkeyPatch, recipe: str, plain: tuple[str, ...], supported_fusion: str | None
 ) -> None:
     monkeypatch.setattr(resolved, "arch_of", lambda _: "sm90")

@@ -67,7 +67,7 @@ def config(**changes: Any) -> TransformerConfig:
 
 
 @pytest.mark.parametrize("case", OBSTACLES, ids=lambda case: case[3])
-def test_what_cannot_be_captured_is_named(
+def test_reasons_against_capture(
     monkeypatch: pytest.MonkeyPatch, case: tuple[dict[str, Any], dict[str, Any], str, str, str]
 ) -> None:
     changes, args, recipe, reason, remedy = case

@@ -297,7 +297,7 @@ def test_the_step_after_a_skipped_update_has_draws_of_its_own(recipe: str, draws
 
 
 @pytest.mark.parametrize("tells", [False, True])
-def test_steps_continue_where_a_loaded_checkpoint_says(tells: bool) -> None:
+def test_steps_continue_at_the_loaded_checkpoint(tells: bool) -> None:
     """Behind a skipped update, in a process that has gone on; of earlier checkpoints, without steps, the loop tells."""
     whole, resumed = Loop(tracked("mxfp4_rht_sr")), Loop(tracked("mxfp4_rht_sr"))
     whole.run()
@@ -493,7 +493,7 @@ def test_a_spec_by_a_yaml_file(tmp_path: Path) -> None:
         ("nowhere/mine.yaml", "nowhere/mine.yaml"),
     ],
 )
-def test_a_mistaken_name_says_what_was_found(name: str, words: str) -> None:
+def test_an_unknown_name_lists_what_was_found(name: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         getattr(specs, name)
 

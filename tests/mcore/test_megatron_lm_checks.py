@@ -41,7 +41,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("recipe", "changes", "says"), REFUSED)
-def test_what_a_recipe_s_state_needs_is_named(recipe: str, changes: dict[str, Any], says: str) -> None:
+def test_flags_that_a_recipes_state_needs_are_named(recipe: str, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=f"^recipe {recipe} quantizes optimizer state, .* {re.escape(says)}"):
         check_arguments(get_recipe(recipe), SimpleNamespace(**{**ENOUGH, **changes}))
     check_arguments(get_recipe("fp8_delayed"), SimpleNamespace(**{**ENOUGH, **changes}))
@@ -56,7 +56,7 @@ def test_what_a_recipe_s_state_needs_is_named(recipe: str, changes: dict[str, An
         ("fp8_lm_o1", {"dist_ckpt_optim_fully_reshardable": False}),
     ],
 )
-def test_what_suffices_is_taken(recipe: str, changes: dict[str, Any]) -> None:
+def test_sufficient_flags_are_accepted(recipe: str, changes: dict[str, Any]) -> None:
     check_arguments(get_recipe(recipe), SimpleNamespace(**{**ENOUGH, **changes}))
 
 
@@ -72,7 +72,7 @@ OF_A_RELEASE = [
 
 @pytest.mark.parametrize(("fault", "changes", "says"), OF_A_RELEASE)
 @pytest.mark.parametrize("holds", [True, False])
-def test_what_a_release_of_megatron_lm_cannot_do_is_refused(
+def test_flags_that_a_release_cannot_run_are_refused(
     monkeypatch: pytest.MonkeyPatch, fault: str, changes: dict[str, Any], says: str, holds: bool
 ) -> None:
     monkeypatch.setattr(megatron_lm_checks, fault, holds)

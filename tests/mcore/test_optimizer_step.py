@@ -282,7 +282,7 @@ def test_a_rank_without_shards_has_torch_s_update(monkeypatch: pytest.MonkeyPatc
     assert not fused_adamw.supports_fused_adamw(SimpleNamespace(optimizer=inner))
 
 
-def test_zeros_are_counted_where_asked(build: Build) -> None:
+def test_zeros_are_counted_if_configured(build: Build) -> None:
     trainer = build(bf16=True, log_num_zeros_in_grad=True)
     main_grads(trainer)[0].zero_()
     assert optimizer_step(trainer.optimizer)[2] == main_grads(trainer)[0].numel()

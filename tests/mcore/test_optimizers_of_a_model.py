@@ -70,7 +70,7 @@ def test_megatron_core_s_optimizers_belong_to_their_model(build: Build, kind: di
         assert not any(may_update(optimizer, foreign.chunks) for optimizer in optimizers)
 
 
-def test_an_optimizer_of_a_part_and_one_whose_copies_nobody_knows() -> None:
+def test_an_optimizer_of_a_part_and_one_with_unknown_copies() -> None:
     model, other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
 
     def updates(*tensors: torch.Tensor) -> bool:

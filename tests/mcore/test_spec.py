@@ -182,7 +182,7 @@ def test_a_pipeline_stage_has_its_own_part_of_the_pattern(monkeypatch: pytest.Mo
         ("use_grouped_gemm_for_shared_expert", True, "fused shared experts"),
     ],
 )
-def test_what_would_be_another_model_is_refused(field: str, value: Any, what: str) -> None:
+def test_options_of_another_model_are_refused(field: str, value: Any, what: str) -> None:
     from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
 
     config = config_of()

@@ -45,7 +45,7 @@ def test_maximum_leaves_after_length_steps() -> None:
 
 
 @pytest.mark.parametrize("rule", ["max", "most_recent", "held"])
-def test_what_is_upcoming_is_in_effect_after_the_step(rule: str) -> None:
+def test_upcoming_scales_are_in_effect_after_the_step(rule: str) -> None:
     history = one(3, rule)
     for amax in (8.0, 1.0, 0.0, 2.0, math.inf, 1.0, 1.0, 4.0):
         history.update_amax(0, torch.tensor(amax))

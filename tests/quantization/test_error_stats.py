@@ -64,7 +64,7 @@ def test_headroom_is_no_bias() -> None:
     assert (nearest.snr or 0.0) > (stochastic.snr or 0.0) + 1.0
 
 
-def test_what_is_not_finite_has_no_ratio() -> None:
+def test_non_finite_operands_have_no_ratio() -> None:
     x = torch.ones(1, 32)
     x[0, 5] = torch.nan
     found = fidelity(x, mxfp4())

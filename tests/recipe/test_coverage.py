@@ -465,7 +465,7 @@ def delayed(**fields: str) -> Recipe:
     return replace(recipe, dgrad=dgrad, wgrad=wgrad)
 
 
-def test_what_else_keeps_codes_from_being_gathered() -> None:
+def test_reasons_against_gathering_codes() -> None:
     check_fp8_gather(delayed(format="e4m3"))
     for fields, reason in (
         ({"format": "e2m3"}, "grad_output is e2m3, not FP8"),

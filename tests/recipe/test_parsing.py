@@ -338,7 +338,7 @@ def test_dict_that_lacks_fields() -> None:
 
 
 @pytest.mark.parametrize("module", ["megatron_lowprec.specs", "megatron_lowprec.te"])
-def test_a_module_that_answers_recipes_names_has_no_other_attributes(module: str) -> None:
+def test_a_module_of_recipes_has_no_other_attributes(module: str) -> None:
     found = importlib.import_module(module)
     with pytest.raises(AttributeError, match="there is no recipe 'fp8_delayd': did you mean fp8_delayed"):
         found.fp8_delayd  # noqa: B018

@@ -140,7 +140,7 @@ def test_source_fprop_where_a_rule_or_a_phase_has_no_fprop() -> None:
         single.at(Layer(2, "mlp.linear_fc1", 2))
 
 
-def test_what_contradicts_in_a_rule_is_named_with_the_rule() -> None:
+def test_contradictions_of_a_rule_are_named_with_it() -> None:
     with pytest.raises(UserError, match=r"^rules\[0\]: dgrad multiplies .*; dgrad.input must be left out"):
         ruled(Rule(dgrad=GemmSpec(input=FP8.fprop.input)))
     short = load_recipe("fp8_delayed", ["fprop.input.history=16", "wgrad.input.history=16"])

@@ -112,7 +112,7 @@ def test_operand_is_refused(fields: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 8, 48, 512, "64"])
-def test_hadamard_block_names_those_there_are(block: Any) -> None:
+def test_hadamard_block_names_the_known_sizes(block: Any) -> None:
     with pytest.raises(UserError, match="must be one of 16, 32, 64, 128, 256"):
         HadamardSpec(block=block)
 

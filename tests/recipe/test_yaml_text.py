@@ -15,7 +15,7 @@ def test_a_date_is_text() -> None:
     assert read_yaml_text("a: 2024-01-01\nb: 2024-13-45\n", "f.yaml") == {"a": "2024-01-01", "b": "2024-13-45"}
 
 
-def test_what_is_right_is_read_as_ever() -> None:
+def test_valid_yaml_is_read_unchanged() -> None:
     text = "base: &b {lr: 1.0, a: [1, {x: 2}]}\nother: {<<: *b, lr: 2.0}\nempty:\n"
     assert read_yaml_text(text, "f.yaml") == {
         "base": {"lr": 1.0, "a": [1, {"x": 2}]},

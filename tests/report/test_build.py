@@ -167,7 +167,7 @@ def test_the_table_names_the_backends_of_all_phases(tmp_path: Path) -> None:
     assert tables.gemms(group.runs[0]) == ways
 
 
-def test_independent_runs_say_why_and_what_would_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_independent_runs_have_their_reason_and_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": [3.70, 3.72], "mxfp4": [3.80, 3.84]})
     assert report.main([str(sweep), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
@@ -217,7 +217,7 @@ def test_a_report_without_claims_has_the_same_gaps(tmp_path: Path, capsys: pytes
         assert words not in text.split("</style>")[1]
 
 
-def test_a_job_that_has_not_started_is_told_in_its_row(tmp_path: Path) -> None:
+def test_a_job_that_has_not_started_is_counted_in_its_row(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 3.7}, seeds=1)
     add_cells(sweep, "synthetic", [cell("bf16", 2)])
     ((group,), _) = group_runs(find_runs([str(sweep)], 0.5)[0], "bf16")
@@ -291,7 +291,7 @@ def test_a_report_without_a_finished_run_is_one_all_the_same(
     Page((tmp_path / "out/report.html").read_text(encoding="utf-8"))
 
 
-def test_what_a_run_is_called_cannot_break_the_page(tmp_path: Path) -> None:
+def test_names_of_runs_are_escaped_in_the_page(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 3.7}, seeds=2)
     add_cells(sweep, "<b>&", [cell("<i>", 3, id='<script>"', run="bf16-s1/../missing")])
     assert report.main([str(sweep), "--out", str(tmp_path / "out")]) == 0
@@ -318,7 +318,7 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, case: str, capsys
     assert error.count("\n") == 1
 
 
-def test_runs_of_the_driver_are_read_whole(
+def test_runs_of_the_driver_are_read_completely(
     drive: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for recipe in ("bf16", "mxfp4_rht_sr"):

@@ -123,7 +123,7 @@ def test_a_claim_that_is_not_about_losses_has_no_tests(tmp_path: Path) -> None:
         (changed(source="2502.20586"), "source is '2502.20586', but must be a mapping of fields"),
     ],
 )
-def test_a_mistake_is_told_with_its_place(tmp_path: Path, claim: dict[str, Any], words: str) -> None:
+def test_an_error_names_its_place(tmp_path: Path, claim: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as error:
         load(tmp_path, claim)
     assert words in str(error.value)

@@ -188,7 +188,7 @@ def test_a_renamed_option_is_the_same_option(tmp_path: Path) -> None:
     assert [dict(group.apart) for group in found] == [{"share_rng_across_dp": True}, {"share_rng_across_dp": False}]
 
 
-def test_options_that_separate_models_alone_are_told_apart(tmp_path: Path) -> None:
+def test_options_that_separate_models_are_in_their_labels(tmp_path: Path) -> None:
     tiny = {"config": "configs/models/gpt_tiny.yaml", "num_layers": 2}
     found, _ = groups(
         write_run(tmp_path / "a"),
@@ -229,7 +229,7 @@ def test_a_recipe_is_found_by_label_name_or_numerics(tmp_path: Path) -> None:
     assert group.find("no_such_recipe") is None
 
 
-def test_a_repeated_seed_counts_once_and_is_told(tmp_path: Path) -> None:
+def test_a_repeated_seed_counts_once_and_is_named(tmp_path: Path) -> None:
     (group,), _ = groups(
         write_run(tmp_path / "a", final=3.70), write_run(tmp_path / "b", final=3.72), write_run(tmp_path / "c", seed=2)
     )
@@ -240,7 +240,7 @@ def test_a_repeated_seed_counts_once_and_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("finals", [[3.7, 3.72], [3.7, 3.7]], ids=["one seed", "copies"])
-def test_a_repeated_seed_is_told_without_a_standard_deviation(tmp_path: Path, finals: list[float]) -> None:
+def test_a_repeated_seed_is_named_without_a_standard_deviation(tmp_path: Path, finals: list[float]) -> None:
     runs = [write_run(tmp_path / name, final=final) for name, final in zip("ab", finals)]
     if finals[0] == finals[1]:
         runs.append(write_run(tmp_path / "c", seed=2, final=finals[0]))

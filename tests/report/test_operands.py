@@ -106,7 +106,7 @@ def test_no_file_has_no_rows(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_whole_line_that_is_none_is_dropped_and_said(tmp_path: Path, line: bytes) -> None:
+def test_a_damaged_line_is_dropped_with_a_note(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "quantization.jsonl"
     path.write_bytes(json.dumps(operand_row(1, "layers.1.a", 9.0)).encode() + b"\n" + line + b"\n")
     told: list[str] = []
@@ -123,7 +123,7 @@ def test_outputs_and_other_recipes_are_no_operands_of_the_run(tmp_path: Path) ->
     assert read_rows(path, said) == [own]
 
 
-def test_the_table_has_medians_of_the_last_look_and_the_worst_layer(tmp_path: Path) -> None:
+def test_the_table_has_medians_of_the_last_snapshot_and_the_worst_layer(tmp_path: Path) -> None:
     gradients, inputs = operand_tables.of_every_operand(snapshots(*observed(tmp_path))).rows
     # SNR of 10 11 12 14 16 20, bias of -5 -4 -3 -2 -1 1, underflow of 10 12 20 22 30 40, saturation of 0 0 1 2 3 4
     assert gradients[:6] == ("mxfp4", "dgrad", "grad_output", "E2M1", "2", "200")
@@ -168,7 +168,7 @@ def test_runs_without_rows_show_nothing(
     assert not (tmp_path / "out/operand_snr.png").exists()
 
 
-def test_a_damaged_file_is_told_and_takes_no_other_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_is_named_and_the_others_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = observed(tmp_path)
     path = folders[2] / "quantization.jsonl"
     path.write_text("{\n" + path.read_text())
@@ -193,7 +193,7 @@ def test_runs_that_finished_count_and_others_only_where_none_did(tmp_path: Path)
     assert labels == ["mxfp4", "mxfp8, not finished"]
 
 
-def test_last_looks_at_different_iterations_are_told(tmp_path: Path) -> None:
+def test_last_snapshots_of_different_iterations_are_named(tmp_path: Path) -> None:
     for seed, at in ((1, 400), (2, 390)):
         write_snapshots(write_run(tmp_path / str(seed), "mxfp4", seed), [operand_row(at, "layers.1.a", 9.0 + seed)])
     ((*_, runs, ends, snr, _, _, _, _),) = operand_tables.of_every_operand(
@@ -202,7 +202,7 @@ def test_last_looks_at_different_iterations_are_told(tmp_path: Path) -> None:
     assert (runs, ends, snr) == ("2", "390 to 400", "10.5")
 
 
-def test_what_is_not_finite_comes_first_and_is_in_no_median(tmp_path: Path) -> None:
+def test_non_finite_rows_come_first_and_are_in_no_median(tmp_path: Path) -> None:
     finite = ((1, 9.0, 0.1), (2, 5.0, 0.2), (4, 7.0, 0.3))
     rows = [operand_row(1, f"layers.{layer}.a", snr, underflow=underflow) for layer, snr, underflow in finite]
     rows.insert(2, operand_row(1, "layers.3.a", None, amax=None, bias=None, underflow=1.0))
@@ -230,7 +230,7 @@ def test_the_table_of_outputs_has_their_medians(tmp_path: Path, capsys: pytest.C
     assert "layers.1.a, 20.0 dB" in (tmp_path / "out/report.html").read_text()
 
 
-def test_what_lost_nothing_is_a_dash(tmp_path: Path) -> None:
+def test_exact_operands_are_a_dash(tmp_path: Path) -> None:
     run = write_snapshots(write_run(tmp_path / "run", "mxfp4"), [operand_row(1, "layers.1.a", None, bias=None)])
     found = snapshots(run)
     (row,) = operand_tables.of_every_operand(found).rows

@@ -85,7 +85,7 @@ def test_only_the_validation_may_be_not_finite() -> None:
     assert (status, why.split(";")[0]) == (Status.DIVERGED, "validation loss not finite from iteration 100")
 
 
-def test_skipped_iterations_are_told(tmp_path: Path) -> None:
+def test_skipped_iterations_are_counted(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     text = (folder / "metrics.jsonl").read_text().replace('"skipped iterations": 0', '"skipped iterations": 3')
     (folder / "metrics.jsonl").write_text(text)
@@ -139,7 +139,7 @@ def test_patterns_and_repetitions(tmp_path: Path) -> None:
     assert notes[1].endswith("named twice and counts once, as bf16 of sweep synthetic")
 
 
-def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         find(tmp_path / "nothing")
     with pytest.raises(UserError, match="no such folder"):
@@ -169,7 +169,7 @@ def test_a_broken_sweep_is_an_error(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("line", [b"nothing", b"\xff", b'{"iteration": 1e400, "lm loss": 1}', b'{"lm loss": 1}'])
-def test_a_damaged_row_of_metrics_is_left_out_and_said(tmp_path: Path, line: bytes) -> None:
+def test_a_damaged_row_of_metrics_is_dropped_with_a_note(tmp_path: Path, line: bytes) -> None:
     folder = write_run(tmp_path / "run")
     rows = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_bytes(b"".join([rows[0], line, b"\n", *rows[1:]]))
@@ -193,7 +193,7 @@ def test_a_damaged_row_of_metrics_is_left_out_and_said(tmp_path: Path, line: byt
         ("cell.json", '{"exit_code": "\\u001b[2J"}', "cell.json: cannot be read"),
     ],
 )
-def test_a_damaged_file_of_a_run_is_left_out_and_said(tmp_path: Path, name: str, content: str, said: str) -> None:
+def test_a_damaged_file_of_a_run_is_dropped_with_a_note(tmp_path: Path, name: str, content: str, said: str) -> None:
     folder = write_run(tmp_path / "run")
     (folder / name).write_text(content)
     (run,), notes = find_runs([str(folder)], 0.5)

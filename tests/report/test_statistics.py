@@ -139,7 +139,7 @@ def test_equal_seeds_are_the_mean_over_pairs() -> None:
     )
 
 
-def test_a_lost_seed_does_not_look_like_a_gap() -> None:
+def test_a_missing_seed_does_not_shift_the_gap() -> None:
     # Seed 2 ends 0.3 lower than the others under every recipe.
     losses = results(a=[3.7, 3.7, 3.4, 3.7], b=[3.8, 3.8001, 3.5, 3.8], c=[3.9, 3.9, 0, 3.9002])
     del losses["c", 2]
@@ -175,7 +175,7 @@ def test_recipes_that_no_seeds_connect_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize("shared", [0.0, 0.05])
-def test_intervals_hold_the_truth_as_often_as_they_say(shared: float) -> None:
+def test_intervals_have_their_nominal_coverage(shared: float) -> None:
     rng = np.random.default_rng(1)
     held = 0
     for _ in range(1500):
@@ -199,7 +199,7 @@ def test_the_detected_difference_is_found_four_times_out_of_five() -> None:
     assert found / trials == pytest.approx(0.8, abs=0.05)
 
 
-def test_one_seed_knows_no_noise_unless_it_is_given() -> None:
+def test_one_seed_has_no_deviation_without_a_prior() -> None:
     single = results(a=[3.7], b=[3.8])
     fit = Fit(single, 0.95)
     assert (fit.method, fit.known) == (NONE, False)
@@ -296,7 +296,7 @@ def test_independent_runs_with_unequal_noise_are_welch_s_test() -> None:
     assert found.dof == pytest.approx((own + other) ** 2 / (own**2 / 3 + other**2 / 9))
 
 
-def test_recipes_of_equal_noise_are_set_aside_as_rarely_as_said() -> None:
+def test_recipes_of_equal_noise_are_set_aside_at_the_stated_rate() -> None:
     rng = np.random.default_rng(7)
     groups = 1500
     found = sum(bool(Fit(drawn(rng, dict.fromkeys("abcdefgh", 0.006), seeds=4), 0.95).aside) for _ in range(groups))

@@ -198,7 +198,7 @@ def test_unrecorded_parameters_contradict_nothing(tmp_path: Path) -> None:
     assert "an unrecorded number of parameters" in verdict.scale
 
 
-def test_the_scale_is_always_told(tmp_path: Path) -> None:
+def test_every_verdict_has_its_scale(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.9})
     verdict = judged(claims(tmp_path, gap_is()), sweep)
     assert verdict.scale == "51M parameters for 345M, 1/7; 26.2M tokens for 33B, 1/1,259"
@@ -219,14 +219,14 @@ def test_all_tests_must_hold(tmp_path: Path) -> None:
     ]
 
 
-def test_what_no_run_has_is_not_tested(tmp_path: Path) -> None:
+def test_claims_without_runs_are_not_tested(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7})
     verdict = judged(claims(tmp_path, gap_is()), sweep)
     assert (verdict.outcome, verdict.group) == (Outcome.NOT_TESTED, None)
     assert verdict.findings[0].words == "no run of mxfp4"
 
 
-def test_what_is_missing_is_said_of_the_group_that_has_the_most(tmp_path: Path) -> None:
+def test_missing_recipes_are_those_of_the_nearest_group(tmp_path: Path) -> None:
     neither = write_run(tmp_path / "neither", "mxfp8", 1, options={"global_batch_size": 7})
     mxfp4 = write_run(tmp_path / "mxfp4", "mxfp4", 1)
     verdict = judged(claims(tmp_path, gap_is()), neither, mxfp4)
@@ -350,7 +350,7 @@ def test_a_direction_within_the_smallest_difference_fails(tmp_path: Path) -> Non
     assert "fails, within the smallest difference that matters, 0.01 nats a token" in found[0.01].findings[0].words
 
 
-def test_an_open_claim_says_how_many_seeds_it_needs(tmp_path: Path) -> None:
+def test_an_open_claim_has_the_number_of_seeds_that_it_needs(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.703, "mxfp8": 3.7}, scatter=0.006)
     test, few = gap_is("within", 0.005), gap_is("at_most", 0.003)
     verdict = judged(claims(tmp_path, test, smallest=0.005), sweep)
@@ -520,7 +520,7 @@ inf = math.inf
         *[(relation, 0.1, (-inf, inf), Held.OPEN) for relation in ("above", "below", "at_most", "within")],
     ],
 )
-def test_what_an_interval_decides(relation: str, threshold: float, interval: tuple[float, float], held: Held) -> None:
+def test_outcomes_by_interval(relation: str, threshold: float, interval: tuple[float, float], held: Held) -> None:
     assert decide(relation, threshold, interval) is held
 
 
@@ -536,7 +536,7 @@ def test_what_an_interval_decides(relation: str, threshold: float, interval: tup
         ("at_most", 0.01, (-0.001, 0.009), Held.YES),
     ],
 )
-def test_what_the_smallest_difference_decides(
+def test_outcomes_by_smallest_difference(
     relation: str, threshold: float, interval: tuple[float, float], held: Held
 ) -> None:
     assert decide(relation, threshold, interval, 0.01) is held

@@ -104,7 +104,7 @@ def test_data_on_the_command_line_replaces_the_file_s_in_any_form(write_sweep: W
             jobs(path, *settings)
 
 
-def test_what_the_driver_refuses_is_refused_before_anything_starts(write_sweep: WriteSweep) -> None:
+def test_errors_of_the_driver_are_raised_before_any_job_starts(write_sweep: WriteSweep) -> None:
     with pytest.raises(UserError, match=r"gpt_tiny-mxfp4-s1: .*198 output features are no multiple of 32"):
         jobs(write_sweep(), "hidden-size=66", "ffn-hidden-size=66", "num-attention-heads=1")
     with pytest.raises(UserError, match=r"gpt_tiny-bf16-s1: .*3 processes are not divisible by tensor 2"):
@@ -145,7 +145,7 @@ def test_it_loads_where_there_is_a_checkpoint(write_sweep: WriteSweep, tmp_path:
     assert config.exit_signal_handler
 
 
-def test_what_a_run_is(write_sweep: WriteSweep) -> None:
+def test_options_that_identify_a_run(write_sweep: WriteSweep) -> None:
     """Not how often it speaks; but the file behind its model, its recipe's fields, its processes."""
     path = write_sweep(recipes=["mxfp4_rht"])
     (before,) = jobs(path)

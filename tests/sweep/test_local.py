@@ -46,7 +46,7 @@ def test_finished_jobs_are_never_repeated(
 
 
 @pytest.mark.slow
-def test_data_that_is_not_there_starts_nothing(
+def test_missing_data_starts_no_job(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path, prefix = write_sweep(), str(tmp_path / "corpus")
@@ -88,7 +88,7 @@ def test_exit_code_0_before_the_end_is_not_the_end(fake: Fake, write_sweep: Writ
 
 
 @pytest.mark.slow
-def test_a_job_that_asks_for_another_start_is_not_finished(fake: Fake, write_sweep: WriteSweep) -> None:
+def test_a_job_with_a_requeue_file_is_not_finished(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.behave(bf16="requeue")
     path = write_sweep(recipes=["bf16"])
     fake.run(path)
@@ -137,7 +137,7 @@ def test_no_job_starts_late(fake: Fake, write_sweep: WriteSweep, capsys: pytest.
 
 
 @pytest.mark.slow
-def test_a_job_that_has_changed_is_refused_and_rerun_only_when_asked(
+def test_a_changed_job_is_refused_without_rerun(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_sweep()
@@ -308,7 +308,7 @@ def test_a_ctrl_c_that_a_program_between_passes_on_is_the_same_one(
 
 
 @pytest.mark.slow
-def test_workers_of_torchrun_are_asked_themselves(fake: Fake, write_sweep: WriteSweep) -> None:
+def test_workers_of_torchrun_get_the_signal(fake: Fake, write_sweep: WriteSweep) -> None:
     """torchrun kills its workers half a minute after a SIGTERM of its own, and exits with 1."""
     fake.behave(bf16="hold")
     sweep = fake.start(write_sweep(recipes=["bf16"], resources={"processes_per_job": 2}))
@@ -322,7 +322,7 @@ def test_workers_of_torchrun_are_asked_themselves(fake: Fake, write_sweep: Write
 
 
 @pytest.mark.slow
-def test_a_job_that_does_not_listen_yet_is_asked_again(fake: Fake, write_sweep: WriteSweep) -> None:
+def test_a_job_without_handlers_gets_the_signal_again(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.behave(bf16="deaf")
     sweep = fake.start(write_sweep(recipes=["bf16"]))
     fake.wait_until_held(BF16)
@@ -431,7 +431,7 @@ def test_a_sweep_file_that_data_path_has_taken(write_sweep: WriteSweep, capsys: 
         assert said in capsys.readouterr().err
 
 
-def test_a_mistake_is_one_line(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_line(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
     assert fake.run(write_sweep(), "--size", "huge") == 2
     error = capsys.readouterr().err
     assert error.startswith("sweep.py: error: --size huge")

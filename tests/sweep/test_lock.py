@@ -134,7 +134,7 @@ def test_a_requeued_job_takes_its_own_lock_over(tmp_path: Path, monkeypatch: pyt
         ("echo 'Unable to contact slurm controller' >&2; exit 1", True),
     ],
 )
-def test_slurm_is_asked_for_the_job_of_another_host(
+def test_slurm_decides_about_the_job_of_another_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, lives: bool
 ) -> None:
     asked = tmp_path / "asked"

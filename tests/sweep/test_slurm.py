@@ -321,7 +321,7 @@ def test_an_interrupted_task_saves_requeues_itself_and_goes_on(
 
 
 @pytest.mark.slow
-def test_a_job_that_asks_by_its_file_is_requeued_whatever_the_exit_code(
+def test_a_requeue_file_requeues_the_job_for_any_exit_code(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.behave(mxfp4="requeue")
@@ -368,7 +368,7 @@ def test_a_cancelled_task_does_not_come_back(
 
 
 @pytest.mark.slow
-def test_a_task_that_cannot_be_requeued_says_so(
+def test_a_task_that_cannot_be_requeued_has_an_error(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     add(programs, "scontrol", "exit 1")
@@ -388,7 +388,7 @@ def test_a_path_with_spaces(fake: Fake, write_sweep: WriteSweep, programs: Path,
     assert is_bash(text)
 
 
-def test_outside_of_slurm_a_batch_script_says_so() -> None:
+def test_a_batch_script_outside_of_slurm_is_an_error() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     done = subprocess.run(
         ["bash", "scripts/pretrain.sbatch", "runs/x"],

@@ -35,7 +35,7 @@ STUDIES |= {"fp4_rivals", "stochastic_rounding", "two_domains"}
 """Of one question each."""
 
 
-def test_the_shipped_sweeps_are_there() -> None:
+def test_the_shipped_sweeps_are_listed() -> None:
     assert {path.stem for path in SHIPPED} == NAMES | CHECKS | STUDIES
 
 
@@ -157,7 +157,7 @@ def test_variants_of_a_recipe_are_compared_at_8m_with_three_seeds(name: str) -> 
     assert ([model.label for model in sweep.models], len(sweep.seeds)) == (["gpt_8m"], 3)
 
 
-def test_the_table_s_recipes_are_the_source_s() -> None:
+def test_paper_table2_has_the_recipes_of_the_table() -> None:
     assert [choice.label for choice in read("configs/sweeps/paper_table2.yaml").recipes] == [
         *("bf16", "mxfp4", "mxfp4_rht", "mxfp4_sr", "mxfp4_rht_sr")
     ]
@@ -243,7 +243,7 @@ def test_recipes_by_name_file_and_mapping(write_sweep: WriteSweep) -> None:
         ({"sizes": ["tiny"]}, "expected keys and values"),
     ],
 )
-def test_what_is_wrong_is_said(write_sweep: WriteSweep, changes: dict[str, Any], message: str) -> None:
+def test_invalid_files_are_refused_in_one_line(write_sweep: WriteSweep, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
         read(write_sweep(**changes))
     assert message in str(error.value)
@@ -275,7 +275,7 @@ def test_resources_are_read_under_their_old_names(write_sweep: WriteSweep) -> No
     assert read(write_sweep(resources=old)).resources == Resources(2, 1, 3, 4)
 
 
-def test_resources_default_to_whatever_is_there() -> None:
+def test_resources_default_to_those_of_the_machine() -> None:
     assert Resources() == Resources(None, 1, 1, None)
 
 

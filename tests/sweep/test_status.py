@@ -43,7 +43,7 @@ def test_a_long_file_is_read_from_its_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", [b"\xff\xfe", b"[" * 50_000, b'{"iteration": "x"}', b'{"iteration": 5, "lm loss": "1"}']
 )
-def test_a_damaged_row_is_dropped_and_said(tmp_path: Path, line: bytes) -> None:
+def test_a_damaged_row_is_dropped_with_a_note(tmp_path: Path, line: bytes) -> None:
     write_rows(tmp_path, 20)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(line + b'\n{"iteration": 21, "lm loss": 15.5}\n')

@@ -72,7 +72,7 @@ def test_a_files_rules_are_in_front_of_all_others(tmp_path: Path, recipe: str, o
     assert found.at(Layer(4, "mlp.linear_fc2", 4)).gemms == get_recipe("fp8_rowwise").gemms
 
 
-def test_a_file_without_an_enabled_matcher_adds_nothing_and_says_so(tmp_path: Path) -> None:
+def test_a_file_without_an_enabled_matcher_adds_nothing_with_a_note(tmp_path: Path) -> None:
     (tmp_path / "precision.yaml").write_text(FILE.replace(", enabled: true", ""))
     config, _, notes = parse(
         ["--recipe", "fp8_current", "--te-precision-config-file", str(tmp_path / "precision.yaml")]
@@ -101,7 +101,7 @@ def test_recipes_are_those_of_transformer_engine() -> None:
         ("matchers:", "rules:", "must be a mapping with configs and matchers"),
     ],
 )
-def test_what_no_rule_expresses_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_fields_without_a_rule_are_named(tmp_path: Path, old: str, new: str, message: str) -> None:
     assert old in FILE
     (tmp_path / "precision.yaml").write_text(FILE.replace(old, new, 1))
     with pytest.raises(UserError) as error:

@@ -103,7 +103,7 @@ def test_a_field_that_transformer_engine_lacks_is_refused(name: str, changes: li
         (TEConfig("blockwise", power_of_two=True), "0", "0"),
     ],
 )
-def test_the_recipe_and_no_one_s_environment_decides_about_scales(
+def test_scales_follow_the_recipe_and_no_environment_variable(
     recipe: TEConfig, power_of_two: str, fp32_blocks: str
 ) -> None:
     assert recipe.environment() == {

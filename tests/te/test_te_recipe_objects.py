@@ -131,7 +131,7 @@ def test_the_objects_fields_do_not_depend_on_the_environment(te: Import, name: s
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_lacks_is_refused_with_the_reason(name: str) -> None:
+def test_recipes_without_a_counterpart_are_refused_with_the_reason(name: str) -> None:
     with pytest.raises(UserError) as error:
         te_recipe(name)
     assert name in str(error.value)
@@ -324,7 +324,7 @@ def test_megatron_core_finds_a_factory_by_the_recipe_s_name(te: Import) -> None:
         ("fp8_current_bf16_ends", ["--fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-start-in-bf16 1"]),
     ],
 )
-def test_what_megatron_core_cannot_run_by_a_factory_is_refused(name: str, words: list[str]) -> None:
+def test_recipes_that_megatron_core_cannot_run_by_a_factory_are_refused(name: str, words: list[str]) -> None:
     with pytest.raises(UserError) as error:
         resolve(f"megatron_lowprec.te.{name}")
     assert [word for word in words if word not in str(error.value)] == []

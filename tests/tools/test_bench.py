@@ -102,13 +102,13 @@ def test_configs_of_the_table_have_the_same_sizes() -> None:
         (["around", "--pieces", "softmax"], "--ops softmax"),
     ],
 )
-def test_mistakes_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--device", "cpu"]) == 2
     assert says in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quantize"]) == 2
     assert "torch sees no GPU" in capsys.readouterr().err
 

@@ -112,7 +112,7 @@ def test_time_is_the_median_behind_the_warm_up() -> None:
         (["--shapes", "70b"], "no config"),
     ],
 )
-def test_mistakes_are_named(
+def test_errors_are_named(
     client: Path, more: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")

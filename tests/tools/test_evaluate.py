@@ -22,7 +22,7 @@ from tests.training.convert.reference import logits
 from tests.training.helpers import argv, rows
 
 
-def test_it_is_the_driver_s_validation_loss(drive: Drive) -> None:
+def test_the_loss_equals_the_drivers_validation_loss(drive: Drive) -> None:
     # One document of whole samples: their order is all that differs between the two.
     text = " ".join(str(i * i % 251) for i in range(40 * 32 + 1))
     Path("text.jsonl").write_text(json.dumps({"text": text}) + "\n")

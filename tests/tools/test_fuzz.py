@@ -137,7 +137,7 @@ def test_a_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name:
     assert result.faults[0].startswith("f, mutation 0: ")
 
 
-def test_what_is_read_and_refused_is_counted(tmp_path: Path) -> None:
+def test_reads_and_refusals_are_counted(tmp_path: Path) -> None:
     def read(content: bytes) -> None:
         if content[:1] != b"w":
             refuse("no w")

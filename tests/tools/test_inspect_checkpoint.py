@@ -55,7 +55,7 @@ def test_a_run_s_folder_is_enough(out: Path, tmp_path: Path, capsys: pytest.Capt
     assert lines(capsys)["step"] == ["4, 16 samples consumed"]
 
 
-def test_a_damaged_one_is_told_as_such(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_reported(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shard = out / "iter_0000004" / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1])
     assert inspect_checkpoint.main([str(out)]) == 1
@@ -72,7 +72,7 @@ def test_a_flipped_bit_of_any_file_is_found(out: Path, capsys: pytest.CaptureFix
     assert name in lines(capsys)["damaged"][0]
 
 
-def test_one_without_checksums_is_told_as_such(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_without_checksums_is_reported(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect_checkpoint.main([str(out)]) == 0
     assert lines(capsys)["checksums"] == ["of every file, as it was saved"]
     (out / "iter_0000004" / "checksums.json").unlink()
@@ -81,7 +81,7 @@ def test_one_without_checksums_is_told_as_such(out: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("iteration", "words"), [("3", "there are 4, 2"), (None, "no checkpoint there")])
-def test_what_is_not_there_is_one_line(
+def test_a_missing_checkpoint_is_one_line(
     out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], iteration: str | None, words: str
 ) -> None:
     arguments = [str(out), "--iteration", iteration] if iteration else [str(tmp_path)]

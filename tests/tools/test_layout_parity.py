@@ -132,7 +132,7 @@ def test_a_cell_that_would_accept_another_recipe_decides_nothing() -> None:
     assert verdict.others == 0
 
 
-def test_exact_sums_leave_no_room_but_where_it_is_said() -> None:
+def test_exact_sums_have_tolerance_0_except_where_stated() -> None:
     rows = reference(1e-3, precision="fp64")
     off = losses(5.0, 4.0, 3.0001)
     assert [v.ok for v in compare([*rows, row("losses", "TP2", "fp64", losses=off)])] == [False]
@@ -189,7 +189,7 @@ def test_the_page_names_what_failed() -> None:
     assert page.endswith("- launch x failed\n")
 
 
-def test_what_has_no_row_is_missing() -> None:
+def test_missing_rows_are_reported() -> None:
     selected = plan.Selection(["bf16", "mxfp4"], ["TP2"], ["losses"], precisions=["fp32"])
     launches = plan.launches(selected, Path("folder"))
     everything = plan.missing(launches, [])
@@ -260,6 +260,6 @@ def test_a_row_that_is_being_written_is_left_out(tmp_path: Path) -> None:
         (["--precisions", "fp16"], "bf16"),
     ],
 )
-def test_mistakes_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert says in capsys.readouterr().err

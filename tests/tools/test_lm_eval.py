@@ -50,7 +50,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda **kwargs: wikitext_shipped.load(**kwargs)["test"]
 
 
-def test_the_task_names_what_is_there() -> None:
+def test_the_task_names_existing_functions_and_metrics() -> None:
     task = described()
     assert task["task"] == TASK.stem
     functions = [value[1] for value in task.values() if isinstance(value, tuple)]

@@ -74,7 +74,7 @@ def test_the_former_name_of_a_part_is_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["speed", "run"])  # run is a function of the script, but no part
-def test_what_is_no_part_is_refused(tmp_path: Path, part: str) -> None:
+def test_unknown_parts_are_refused(tmp_path: Path, part: str) -> None:
     done = measure("--dry-run", str(tmp_path), part, GPUS="0")
     assert done.returncode == 2
     assert done.stderr == f"scripts/measure.sh: {part} is none of: {' '.join(PARTS)}\n"

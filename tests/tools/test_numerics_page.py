@@ -85,7 +85,7 @@ def test_a_browser_draws_every_figure(page: Path, tmp_path: Path) -> None:
         ({}, ["--recipes", "mxfp8"], "--recipes was given"),
     ],
 )
-def test_what_cannot_be_shown_is_said(
+def test_reports_that_cannot_be_drawn_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], files: dict[str, str], arguments: list[str], words: str
 ) -> None:
     for name, content in files.items():

@@ -205,7 +205,7 @@ def test_shipped_data_has_the_checksums_of_its_readme() -> None:
 
 
 @pytest.mark.slow
-def test_make_without_a_usable_python_says_what_to_do(tmp_path: Path) -> None:
+def test_make_without_a_usable_python_has_an_error(tmp_path: Path) -> None:
     command = ["make", "setup", "PYTHON=/nowhere/python3", f"VENV={tmp_path / 'venv'}"]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert result.returncode != 0

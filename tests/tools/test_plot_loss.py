@@ -90,7 +90,7 @@ def test_a_run_of_another_length_is_not_compared_with_the_shipped_runs(
     assert "validation loss    4.5000\n" in said
 
 
-def test_what_is_missing_is_said_and_left_out(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files_are_left_out_with_a_note(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "valid.jsonl").unlink()
     assert plot_loss.main([str(run)]) == 0
     said = capsys.readouterr().out
@@ -140,7 +140,7 @@ def test_metrics_that_are_none_are_refused(tmp_path: Path, content: str | None, 
 
 
 @pytest.mark.parametrize("line", [b"nonsense", b'{"lm loss": 2}', b'{"iteration": 1, "lm loss": "x"}', b"\xff"])
-def test_a_damaged_row_is_dropped_and_said(tmp_path: Path, line: bytes) -> None:
+def test_a_damaged_row_is_dropped_with_a_note(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"iteration": 1, "lm loss": 9}\n' + line + b'\n{"iteration": 2, "lm loss": 8}\n')
     said: list[str] = []

@@ -82,7 +82,7 @@ def test_operands_are_ranked_by_the_quantity_and_each_has_its_figure(
         ('{"iteration": 1}\n', "has no rows"),
     ],
 )
-def test_what_cannot_be_drawn_is_said_in_a_line(
+def test_unusable_files_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, said: str
 ) -> None:
     if content is not None:

@@ -71,7 +71,7 @@ def test_a_run_that_ended_is_not_and_an_old_request_is_no_reason(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_torchrun_is_told_of_nodes_and_signals(tmp_path: Path) -> None:
+def test_torchrun_gets_nodes_and_signals(tmp_path: Path) -> None:
     _, calls, _ = submit(tmp_path, 'echo "environment $SRUN_CPUS_PER_TASK $OMP_NUM_THREADS $MASTER_ADDR" >> calls')
     (call,) = [call for call in calls if call.startswith("torchrun")]
     for words in (
@@ -84,7 +84,7 @@ def test_torchrun_is_told_of_nodes_and_signals(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_site_may_choose(tmp_path: Path) -> None:
+def test_variables_of_a_site(tmp_path: Path) -> None:
     own = {"PROCESSES_PER_NODE": "4", "OMP_NUM_THREADS": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     wrapped = {"SRUN_OPTIONS": "--mpi=none", "CONTAINER": "env INSIDE=yes", "SLURM_CPUS_PER_TASK": "40"}
     _, calls, _ = submit(tmp_path, 'echo "$INSIDE $SRUN_CPUS_PER_TASK $OMP_NUM_THREADS" >> calls', **own, **wrapped)
@@ -96,7 +96,7 @@ def test_what_a_site_may_choose(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", ["USR1", "TERM"])
-def test_torchrun_does_not_hear_and_the_ranks_are_told(tmp_path: Path, number: str) -> None:
+def test_ranks_get_the_signal_and_torchrun_does_not(tmp_path: Path, number: str) -> None:
     # Like Slurm, also signal torchrun, here a shell; the ranks answer to scancel's signal.
     run = f"kill -{number} $$ $BATCH; while [ ! -e told ]; do sleep 0.1; done"
     code, calls, printed = submit(tmp_path, run)
@@ -118,7 +118,7 @@ def test_a_signal_before_the_step_s_number_is_known_is_passed_on(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_nothing_tells_the_job_any_more_once_it_is_back_in_the_queue(tmp_path: Path) -> None:
+def test_a_requeued_job_gets_no_more_signals(tmp_path: Path) -> None:
     # scancel tries for minutes where a job is ending, and would tell the next start, too
     tries = 'echo $$ > told; while [ ! -e requeued ]; do sleep 0.1; done; touch "told again"'
     scontrol = COMMANDS["scontrol"] + '; [ "$1" != requeue ] || touch requeued'
@@ -132,7 +132,7 @@ def test_nothing_tells_the_job_any_more_once_it_is_back_in_the_queue(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_job_from_another_folder_says_where_it_belongs(tmp_path: Path) -> None:
+def test_a_job_from_another_folder_names_the_right_one(tmp_path: Path) -> None:
     script = ["bash", str(ROOT / "scripts/pretrain.sbatch"), "runs/x"]
     done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2

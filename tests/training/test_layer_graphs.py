@@ -85,7 +85,7 @@ OBSTACLES: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "reason", "remedy"), OBSTACLES)
-def test_what_cannot_be_captured_is_named(changes: dict[str, Any], reason: str, remedy: str) -> None:
+def test_layers_that_cannot_be_captured_are_named(changes: dict[str, Any], reason: str, remedy: str) -> None:
     with pytest.raises(UserError, match=f"--cuda-graph-impl local was given, but .*{reason}; {remedy}$"):
         resolved(**changes)
     config, (note,) = resolved(asked="auto", **changes)
@@ -492,7 +492,7 @@ def check_that_a_bad_number_is_traced(
     assert [row["skipped iterations"] for row in history("plain") if "skipped iterations" in row] == [0, 0, 0, 1, 1]
 
 
-def test_what_is_not_finite_is_found_in_layers_run_as_they_are(
+def test_non_finite_values_are_found_in_eager_layers(
     drive: Drive, recorders: list[RerunRecorder], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check_that_a_bad_number_is_traced(drive, monkeypatch, capsys, SMALL)

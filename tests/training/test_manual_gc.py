@@ -32,7 +32,7 @@ def collections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ],
     ids=str,
 )
-def test_garbage_is_collected_where_the_options_say(
+def test_garbage_is_collected_at_the_configured_steps(
     collections: list[int], options: dict[str, Any], expected: list[int]
 ) -> None:
     """At the start, in the iterations of the interval, and around an evaluation."""

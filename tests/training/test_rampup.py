@@ -76,7 +76,7 @@ def test_a_change_of_blend_is_at_the_end_of_an_iteration() -> None:
     assert resolved(**RAMP, **data, data_phase_switch=0.5).data_phase_switch_samples == 14
 
 
-def test_the_run_says_how_many_tokens_it_takes(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_header_has_the_tokens_of_the_run(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     drive(argv(**RAMP, save="out", min_lr=1e-4))
     assert "6 iterations, 832 tokens" in capsys.readouterr().out
     assert json.loads(Path("out/run.json").read_text())["tokens"] == 26 * 32

@@ -145,7 +145,7 @@ def test_a_finished_run_has_nothing_to_train(drive: Drive, capsys: pytest.Captur
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_pretrained_weights_are_read_without_saving_too(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pretrained_weights_load_without_save(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     drive(argv(save="out"))
     first = {}
     for name, options in (("kept", {}), ("not_kept", {"no_save": True})):
@@ -233,7 +233,7 @@ def test_a_folder_that_cannot_be_made_is_refused(drive: Drive, monkeypatch: pyte
         drive(argv(save="new/out"))
 
 
-def test_a_recipe_that_quantizes_nothing_is_said_to(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_that_quantizes_nothing_has_a_note(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     drive(argv(recipe="fp8_current_bf16_ends", num_layers=2, train_iters=1, no_save=True))
     assert "recipe fp8_current_bf16_ends quantizes nothing in this model" in capsys.readouterr().out
 
@@ -290,7 +290,7 @@ def test_options_that_change_where_a_run_resumes_are_recorded(drive: Drive) -> N
     assert earlier("new") is None
 
 
-def test_another_recipe_continues_and_says_so(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_under_another_recipe_has_a_note(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     drive(argv(save="out", train_iters=1, recipe="bf16"))
     drive(argv(save="out", load="out", train_iters=2, recipe="mxfp8"))
     assert "trained with bf16" in capsys.readouterr().out
@@ -439,7 +439,7 @@ def test_a_profile_that_ends_early_or_starts_late_writes_what_it_has(
     assert "--profile: no trace, for this start is at iteration 4, and" in capsys.readouterr().out
 
 
-def test_a_profile_that_never_starts_says_so(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_that_never_starts_has_a_note(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     drive(argv(save="out", train_iters=4, exit_interval=1, **PROFILED))
     assert traces() == []
     assert "--profile: no trace, for this start ended at iteration 1, and" in capsys.readouterr().out
@@ -457,7 +457,9 @@ class BrokenError(Exception):
 
 
 @pytest.mark.parametrize("way", ["error", "signal"])
-def test_what_was_opened_is_closed_on_every_way_out(drive: Drive, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_open_files_and_groups_are_closed_after_every_outcome(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     iterate, logs = loop._train_iteration, list[Any]()
 
     def ending(run: Any, *rest: Any) -> Any:
@@ -476,7 +478,7 @@ def test_what_was_opened_is_closed_on_every_way_out(drive: Drive, monkeypatch: p
     assert logs[0]._bar is None
 
 
-def test_too_little_data_is_said_in_one_line(drive: Drive, tmp_path: Path) -> None:
+def test_too_little_data_is_one_line(drive: Drive, tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text('{"text": "1 2 3"}\n' * 3)
     with pytest.raises(UserError) as error:
         drive(argv(mock_data=None, data_path=["text.jsonl"], split="1", data_cache_path="cache"))
@@ -485,7 +487,7 @@ def test_too_little_data_is_said_in_one_line(drive: Drive, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("path", ["nowhere.jsonl", "nowhere_text_document"])
-def test_missing_data_is_said_before_anything_starts(drive: Drive, path: str) -> None:
+def test_missing_data_is_refused_before_the_start(drive: Drive, path: str) -> None:
     with pytest.raises(UserError, match="nowhere"):
         drive(argv(mock_data=None, data_path=[path]))
     assert not torch.distributed.is_initialized()

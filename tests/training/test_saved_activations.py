@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_excludes_formats_is_refused(name: str) -> None:
+def test_options_that_exclude_formats_are_refused(name: str) -> None:
     changes, overrides, says = REFUSED[name]
     config = resolve_model(parse(argv(**{**DENSE, **changes}))[0])
     recipe = load_recipe("bf16", overrides)

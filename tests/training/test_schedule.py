@@ -62,7 +62,7 @@ def resumed(before: dict[str, Any], now: dict[str, Any], **changes: Any) -> tupl
     return saved, *continued(planned(**now)[0], saved, config, known, given)
 
 
-def test_a_longer_run_keeps_the_checkpoint_s_horizon_and_says_so() -> None:
+def test_a_longer_run_keeps_the_checkpoints_horizon_with_a_note() -> None:
     runs: tuple[dict[str, Any], dict[str, Any]] = {"train_iters": 10}, {"train_iters": 20}
     saved, schedule, notes = resumed(*runs)
     assert schedule == saved
@@ -81,7 +81,7 @@ def test_a_given_horizon_wins() -> None:
     assert schedule == saved
 
 
-def test_a_changed_learning_rate_is_taken_and_said() -> None:
+def test_a_changed_learning_rate_applies_with_a_note() -> None:
     _, schedule, notes = resumed({"train_iters": 10}, {"train_iters": 10, "lr": 5e-4})
     assert schedule.max_lr == 5e-4
     assert "max_lr" in notes[0]

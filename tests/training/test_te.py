@@ -115,7 +115,7 @@ SHAPE: dict[str, Any] = {"num_layers": 3, "train_iters": 4, "save_interval": 2}
 
 
 @pytest.mark.slow
-def test_it_is_our_model_and_either_continues_the_other_s_run(tmp_path: Path) -> None:
+def test_the_model_is_equal_and_checkpoints_are_interchangeable(tmp_path: Path) -> None:
     # In fp32, with dropout and two microbatches a step.
     shapes = {"gpt": SHAPE, "llama": SHAPE | LLAMA}
     for name, shape in shapes.items():
@@ -363,7 +363,7 @@ def test_its_delayed_scaling_is_calibrated_for_a_checkpoint_without_histories(tm
 @pytest.mark.gpu
 @needs_te
 @pytest.mark.parametrize("distributed", [True, None], ids=["distributed", "plain"])
-def test_either_continues_the_other_s_run_on_a_gpu(tmp_path: Path, distributed: bool | None) -> None:
+def test_checkpoints_are_interchangeable_on_a_gpu(tmp_path: Path, distributed: bool | None) -> None:
     common = {**ON_GPU, "train_iters": 20, "save_interval": 2, "no_save": None, "lr_decay_style": "constant"}
     common |= {"use_distributed_optimizer": distributed}
     for name, implementation in (("ours", "local"), ("theirs", "transformer_engine")):

@@ -198,7 +198,7 @@ def test_both_themes_are_drawn(tmp_path: Path) -> None:
     assert all(picture is not None and picture.startswith(b"\x89PNG") for picture in pictures)
 
 
-def test_without_the_published_file_the_report_says_so(
+def test_without_the_published_file_the_report_has_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(sweep(tmp_path / "sweep", 0.05))

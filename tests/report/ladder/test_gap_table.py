@@ -43,7 +43,7 @@ def test_a_change_is_as_uncertain_as_its_gaps() -> None:
     assert table.rows[0][-2:] == ("0.0000", f"{1.95996 * 0.003 * math.sqrt(2):.4f}")
 
 
-def test_budgets_that_round_alike_are_told_apart() -> None:
+def test_budgets_that_round_alike_have_distinct_labels() -> None:
     lines = [line("mxfp8", Point(72.08, 0.01), Point(90.0, 0.02)), line("mxfp4", Point(72.12, 0.03))]
     table = gap_table(lines, "bf16", 0.95)
     assert table is not None

@@ -59,7 +59,7 @@ def test_a_seed_that_only_one_recipe_has_decides_nothing(tmp_path: Path) -> None
     assert "with one seed of a recipe" in line
 
 
-def test_the_command_tells_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_undecided_claims_before_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     command = [str(SHIPPED / "configs/sweeps/paper_table2.yaml"), "--seeds", "7", "--dry-run"]
     assert sweep.main(command) == 0
     said = capsys.readouterr()

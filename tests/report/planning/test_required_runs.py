@@ -99,9 +99,7 @@ def test_a_sweep_without_the_recipes_has_no_command(sweep: Path, tmp_path: Path)
     )
 
 
-def test_tests_without_a_common_seed_ask_for_all_their_seeds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tests_without_a_common_seed_need_all_their_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finals = {"bf16": [3.7, 3.71, 3.72, 3.73], "mxfp4": [3.75, 3.72], "mxfp4_sr": [3.71, 3.73]}
     folder = write_sweep(tmp_path / "sweep", finals, options=OPTIONS, parameters=SMALL.parameters)
     for old, new in ((1, 3), (2, 4)):
@@ -141,7 +139,7 @@ def test_a_sweep_without_such_runs_has_no_command(sweep: Path, tmp_path: Path) -
     assert lines[2].endswith("; no size of configs/sweeps/paper_table2.yaml has such runs of these recipes")
 
 
-def test_seeds_at_hand_that_resolve_it_are_not_asked_for_again(tmp_path: Path) -> None:
+def test_seeds_at_hand_that_resolve_a_claim_need_no_others(tmp_path: Path) -> None:
     finals = {"bf16": 3.7, "mxfp4": 3.73, "mxfp8": 3.7}
     close = write_sweep(tmp_path / "close", finals, scatter=0.001, options=OPTIONS, parameters=SMALL.parameters)
     lines = required(claims(tmp_path), close)
@@ -155,7 +153,7 @@ def test_one_seed_needs_a_second(tmp_path: Path) -> None:
     assert "--seeds 1-2 " in required(claims(tmp_path), single)[1]
 
 
-def test_what_no_number_of_seeds_decides_has_no_command(sweep: Path, tmp_path: Path) -> None:
+def test_claims_that_no_number_of_seeds_decides_have_no_command(sweep: Path, tmp_path: Path) -> None:
     smallest = {"value": 1e-5, "unit": "nats a token", "reason": "a reason"}
     assert required(claims(tmp_path, smallest_difference=smallest), sweep) == []
     assert required(claims(tmp_path, sweep=None), sweep) == []

@@ -82,7 +82,7 @@ HOLDS, FAILS, NEAR = (0.07, 0.08, 0.09), (-0.02, -0.01, -0.03), (0.02, 0.03, 0.0
         ((0.07, 0.08, -0.01), NEAR, Said.UNDECIDED),  # not so in every run
     ],
 )
-def test_every_thing_that_others_can_say(tmp_path: Path, small: Any, large: Any, said: Said) -> None:
+def test_each_outcome_of_published_runs(tmp_path: Path, small: Any, large: Any, said: Said) -> None:
     assert found(tmp_path, dict(zip(SIZES, (small, large), strict=True))).said is said
 
 

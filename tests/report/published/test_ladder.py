@@ -28,7 +28,7 @@ def test_gaps_are_to_the_bf16_run_of_the_same_size_and_tokens(tmp_path: Path) ->
     assert gap_ladder(runs, 20) == []
 
 
-def test_the_shipped_ladder_is_whole() -> None:
+def test_the_shipped_ladder_is_complete() -> None:
     runs = read_ladder(LADDER)
     assert len(runs) == 574
     assert {run.gap for run in runs if run.group == BASELINE} == {0.0}

@@ -62,7 +62,7 @@ def test_a_changed_option_is_recorded_unless_it_is_on_the_list(name: str) -> Non
         *("sft_tokenizer_prompt_format", "global_batch_size", "clip_grad", "adam_eps", "hidden_dropout", "seed"),
     ],
 )
-def test_what_determines_updates_is_not_on_the_list(name: str) -> None:
+def test_options_that_determine_updates_may_not_change(name: str) -> None:
     assert name in NAMES
     assert name not in changes.NOT_RECORDED
 

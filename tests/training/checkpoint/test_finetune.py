@@ -138,7 +138,7 @@ def test_masked_positions_leave_no_trace(drive: Drive, chat: str, monkeypatch: p
     assert norms[0] != norms[2]
 
 
-def test_answers_are_learned(drive: Drive, chat: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loss_of_answers_falls(drive: Drive, chat: str, capsys: pytest.CaptureFixture[str]) -> None:
     data = {"train_data_path": [chat], "valid_data_path": [str(SAMPLE)]}
     options = {**CHAT, **data, "global_batch_size": 3, "micro_batch_size": 3, "eval_iters": 1, "eval_interval": 100}
     drive(argv(**options, save="out", train_iters=60, lr=1e-2))
@@ -196,7 +196,7 @@ def test_histories_of_gradients_begin_anew_at_their_new_scale(
         ({"seq_length": 8, "max_position_embeddings": 64}, "none with an answer in its first 8 tokens"),
     ],
 )
-def test_what_is_no_chat_is_refused(drive: Drive, chat: str, changes: dict[str, Any], words: str) -> None:
+def test_data_without_conversations_is_refused(drive: Drive, chat: str, changes: dict[str, Any], words: str) -> None:
     options = {**CHAT, "data_path": [chat], **changes}
     if changes.get("mock_data"):
         del options["data_path"]

@@ -84,7 +84,7 @@ def test_the_folder_counts_and_not_how_it_is_written(drive: Drive, checkpoints: 
     assert storage.tracked("out") == 7
 
 
-def test_a_checkpoint_of_an_earlier_version_began_as_its_options_say(drive: Drive, checkpoints: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_has_the_start_of_its_options(drive: Drive, checkpoints: Path) -> None:
     shutil.copytree(checkpoints, "base")
     command = COMMON | {"exit_interval": 1, "load": "base", "finetune": True}
     drive(argv(**command))

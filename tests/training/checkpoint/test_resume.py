@@ -123,7 +123,7 @@ def test_checkpoints_of_other_releases_resume(
     assert losses(interrupted) == losses(whole)
 
 
-def test_nothing_whole_is_no_reason_to_start_anew(drive: Drive, interrupted: Path) -> None:
+def test_without_a_complete_checkpoint_the_run_is_refused(drive: Drive, interrupted: Path) -> None:
     for folder in storage.whole(str(interrupted)).values():
         truncate(common_as_file(folder))
     with pytest.raises(UserError, match=r"no checkpoint there is whole: iter_0000004 .*; iter_0000002 "):
@@ -172,7 +172,7 @@ def test_no_save_leaves_checkpoints_and_their_metrics_alone(drive: Drive, interr
     assert rows(interrupted) == before
 
 
-def test_no_save_does_not_look_for_checkpoints(drive: Drive) -> None:
+def test_no_save_reads_no_checkpoints(drive: Drive) -> None:
     drive(argv(**COMMON | {"save": None, "train_iters": 2}))
     drive(argv(**COMMON | {"save": None, "train_iters": 1, "no_save": True}))
     assert [[row["iteration"] for row in rows(folder)] for folder in sorted(Path("runs").iterdir())] == [[1], [1, 2]]
@@ -204,7 +204,7 @@ def test_the_seed_is_the_checkpoint_s_unless_one_is_given(
     assert losses(Path("same")) == losses(Path("new"))
 
 
-def test_other_data_is_said_aloud(drive: Drive, interrupted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_data_has_a_warning(drive: Drive, interrupted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drive(argv(**COMMON | {"seq_length": 16, "max_position_embeddings": 32}))
     assert "data: --seq-length differ" in capsys.readouterr().out
 
@@ -323,7 +323,7 @@ def test_only_the_last_are_kept(drive: Drive, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     "layout", [{}, {"use_distributed_optimizer": True, "bf16": True}], ids=["plain", "distributed"]
 )
-def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(
+def test_an_asynchronous_save_has_the_state_of_its_request(
     drive: Drive, monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = COMMON | layout | {"recipe": "fp8_delayed"}
@@ -465,7 +465,7 @@ def test_histories_of_gradients_follow_the_batch_of_a_rank(
 
 
 @pytest.mark.parametrize("fill", [True, None])
-def test_a_new_run_s_histories_are_filled_where_that_is_asked(
+def test_calibrate_amax_fills_the_histories_of_a_new_run(
     drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fill: bool | None
 ) -> None:
     iterate, in_effect = loop._train_iteration, list[float]()

@@ -102,7 +102,7 @@ def test_a_run_refuses_a_foreign_pickle_by_name(drive: Drive, folder: Path, chan
     assert not MARKER.exists()
 
 
-def test_what_was_checked_is_not_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_checked_file_is_not_read_twice(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """torch's own load asks its reader for the metadata, which torch would unpickle freely."""
     monkeypatch.chdir(tmp_path)
     name = "embedding.word_embeddings.weight"
@@ -347,7 +347,7 @@ def test_a_common_state_among_the_tensors_is_one_state(folder: Path) -> None:
         safe_load.examine(folder)
 
 
-def test_an_object_that_is_not_there_is_damage(folder: Path) -> None:
+def test_a_missing_object_is_damage(folder: Path) -> None:
     with pytest.raises(safe_load.Damaged, match="knows no random_state/shard_7_8"):
         safe_load.check_objects(folder, safe_load.examine(folder), ["random_state/shard_7_8"])
 

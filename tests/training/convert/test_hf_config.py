@@ -159,7 +159,7 @@ def test_the_plain_rope_is_read_in_every_spelling(kind: str, rope: dict[str, Any
         ({"model_type": "deepseek_v3", "num_key_value_heads": 8}, "num_key_value_heads 8"),
     ],
 )
-def test_what_no_option_represents_is_refused(about: dict[str, Any], words: str) -> None:
+def test_fields_without_an_option_are_refused(about: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as error:
         from_hf_config({"model_type": "llama", **about})
     assert words in str(error.value)

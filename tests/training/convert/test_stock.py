@@ -164,7 +164,7 @@ def test_norms_stored_less_one(drive: Drive) -> None:
     assert all(torch.equal(again[name], before[name]) for name in norms)
 
 
-def test_stacked_and_numbered_layers_are_one_thing() -> None:
+def test_stacked_and_numbered_layers_convert_alike() -> None:
     stacked = torch.arange(12.0).view(2, 3, 2)
     numbered = {f"decoder.layers.{i}.mlp.linear_fc1.layer_norm_weight": stacked[i] for i in range(2)}
     for found in (canonical({"decoder.layers.mlp.linear_fc1.layer_norm_weight": stacked}), canonical(numbered)):

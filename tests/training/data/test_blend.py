@@ -128,7 +128,7 @@ def test_phases_that_make_no_sense(texts: Path, changes: dict[str, Any], words: 
         resolved(**{**common, **changes})
 
 
-def test_a_missing_second_blend_is_said_before_anything_starts(texts: Path, drive: Drive) -> None:
+def test_a_missing_second_blend_is_refused_before_the_start(texts: Path, drive: Drive) -> None:
     options = {"mock_data": None, "train_data_path": ["low.jsonl"], "data_phase_switch": 0.5}
     with pytest.raises(UserError, match="nowhere"):
         drive(argv(**options, data_phase_path=["nowhere.jsonl"]))

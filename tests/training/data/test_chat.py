@@ -89,7 +89,7 @@ def test_one_encoding_is_the_prompt_s_and_then_the_answer_s(gpt2: Tokenizer) -> 
 
 
 @pytest.mark.parametrize(("merges", "expected"), [([], ["H", "i"]), ([("\n", "H")], ["▁", "H", "i"])])
-def test_other_tokenizers_answer_as_a_model_would(
+def test_other_tokenizers_encode_answers_apart_from_prompts(
     tmp_path: Path, merges: list[tuple[str, str]], expected: list[str]
 ) -> None:
     # One that puts a space before every text must not put it before an answer; one that would merge across the

@@ -56,7 +56,7 @@ def test_blend_is_a_prefix_of_a_longer_one_and_keeps_the_weights() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_share_what_one_rank_would_see(size: int) -> None:
+def test_ranks_share_the_samples_of_one_rank(size: int) -> None:
     per_rank = [list(islice(Positions(24, 2, rank, size), 8 // size)) for rank in range(size)]
     microbatches = [position for step in zip(*per_rank, strict=True) for rank in step for position in rank]
     assert microbatches == list(range(24, 24 + 16))

@@ -259,7 +259,7 @@ def test_a_sentencepiece_model_gives_its_library_s_ids(model_file: Path) -> None
         build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(model_file), vocab_size=299)
 
 
-def test_what_is_no_sentencepiece_model_is_refused(tmp_path: Path) -> None:
+def test_files_of_another_kind_are_refused_as_sentencepiece_model(tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece", reason="sentencepiece (extra 'sentencepiece') is not installed")
     (tmp_path / "tokenizer.model").write_bytes(b"no model")
     with pytest.raises(UserError, match="is not a model of SentencePiece"):

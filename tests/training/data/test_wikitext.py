@@ -45,7 +45,7 @@ def test_the_shipped_file_is_the_task_s_test_set() -> None:
     assert digest == "da61ba76b9daa5d5964a4e797206bb65bee7dd401fdbc16a83072f8cb94e08db"
 
 
-def test_what_is_no_text_is_said(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         read(str(tmp_path / "nothing"))
     broken = tmp_path / "broken.xz"

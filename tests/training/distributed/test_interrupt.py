@@ -151,7 +151,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_before_the_first_step_asks_for_no_other_start(
+def test_a_rank_that_fails_before_the_first_step_writes_no_requeue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchrun then ends the others by the same signal that a preemption does."""
@@ -184,7 +184,7 @@ def test_without_the_handler_signals_are_left_alone(drive: Drive, monkeypatch: p
     assert Path("out/latest_checkpointed_iteration.txt").read_text() == "2\n"
 
 
-def test_time_runs_out_and_asks_for_another_start(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_limit_writes_requeue(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     # Counted from the start of the process, not of the loop: so does a time limit.
     step = loop.train_step
 
@@ -198,7 +198,7 @@ def test_time_runs_out_and_asks_for_another_start(drive: Drive, monkeypatch: pyt
     assert Path("out/requeue").read_text() == "--exit-duration-in-mins 1.0 at iteration 1\n"
 
 
-def test_an_end_that_was_asked_for_asks_for_nothing(drive: Drive, uninterrupted: list[dict[str, Any]]) -> None:
+def test_a_requested_end_writes_no_requeue(drive: Drive, uninterrupted: list[dict[str, Any]]) -> None:
     for iteration in (2, 4):
         drive(argv(save="out", exit_interval=2, **COMMON))
         assert Path("out/latest_checkpointed_iteration.txt").read_text() == f"{iteration}\n"

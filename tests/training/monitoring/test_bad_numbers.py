@@ -148,7 +148,7 @@ def test_gradients_that_only_their_reduction_spoils_are_named(drive: Drive, monk
     assert "on rank 0, once reduced: its parts are finite" in found[1]
 
 
-def test_what_comes_from_no_gemm_is_named_by_its_module(
+def test_non_finite_values_outside_gemms_are_named_by_module(
     drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     norm = Norm.__new__

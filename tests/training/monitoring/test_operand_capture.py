@@ -126,7 +126,7 @@ def test_a_file_has_the_documented_tensors_and_metadata(tmp_path: Path) -> None:
     assert json.loads(metadata["shard"])["spans"] == {"O": [4, 8, 8]}
 
 
-def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+def test_captured_operands_round_trip(tmp_path: Path) -> None:
     wants = example(
         tensor_parallel=RankOf(1, 2),
         data_parallel=RankOf(0, 4),
@@ -193,7 +193,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_invalid_options_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         resolve_run(resolve_model(parse(argv(**changes))[0]), 1, gpus=False)
 

@@ -124,7 +124,7 @@ def test_weights_that_are_fp8_themselves_are_left_out(drive: Drive) -> None:
     assert found == {place for place in DIMS if place[1] != "weight"}
 
 
-def test_what_is_not_finite_comes_first() -> None:
+def test_non_finite_rows_come_first() -> None:
     places = [OperandId(layer, "mlp.linear_fc1", -1, 0, "fprop", "input", "e4m3") for layer in (1, 2)]
     fine, bad = QuantizationError(64, 2.0, 30.0, 1e-3, 0.25, 0.0), QuantizationError(64, math.inf, None, None, 0.0, 0.0)
     operands = list(zip(places, (fine, bad), strict=True))
@@ -151,7 +151,7 @@ def test_an_older_run_s_rows_are_kept(tmp_path: Path) -> None:
     assert (paths.run / "quantization.2.jsonl").read_text() == "quantization.jsonl"
 
 
-def test_bf16_has_nothing_to_say(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bf16_writes_no_quantization_log(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     flags = {"log_quantization_interval": 2, "log_quantization_also": ["mxfp8", "fp8_rowwise"]}
     drive(argv(save="plain", recipe="bf16", no_save=True, **flags))
     printed = capsys.readouterr().out
@@ -176,7 +176,7 @@ def test_bf16_has_nothing_to_say(drive: Drive, capsys: pytest.CaptureFixture[str
         ),
     ],
 )
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str) -> None:
+def test_invalid_options_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str) -> None:
     monkeypatch.setattr("megatron_lowprec.training.config.resolve._check_implementation", lambda *_: None)
     with pytest.raises(UserError, match=said):
         resolve_run(resolve_model(parse(argv(**changes))[0]), 1, gpus=True)

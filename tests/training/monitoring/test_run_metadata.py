@@ -21,7 +21,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_record_is_there_from_the_start_and_whole_at_the_end(tmp_path: Path) -> None:
+def test_run_metadata_exists_from_the_start_and_is_complete_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     written = run_metadata.RunRecord(path, True, {"device": "some GPU"}, continues=False)
     started = read(path)
@@ -58,7 +58,7 @@ def test_another_rank_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_commit_says_whether_the_package_has_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_marked_if_the_package_has_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
         done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -151,7 +151,7 @@ def test_a_product_with_a_wrong_scale_is_found(monkeypatch: pytest.MonkeyPatch) 
         self_test(get_recipe("mxfp8"), torch.bfloat16, CPU)
 
 
-def test_a_run_stops_before_its_first_step_unless_told_otherwise(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_self_test_ends_the_run_before_its_first_step(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_stream, "uniform_from_bits", constant(1e-6))
     options: dict[str, Any] = {"save": "out", "recipe": "mxfp4_sr", "hidden_size": 128, "bf16": True}
     with pytest.raises(UserError, match="self-test on cpu") as error:

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.text_tables import markdown_table
 from megatron_lowprec.training.config.arguments import parse
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
@@ -115,11 +114,11 @@ def weights_of(config: Config, padded_vocab: int) -> list[Weight]:
     """Parameters of a model without experts on one tensor-parallel rank, in Megatron-core's order."""
     if has_experts(config) or config.pipeline_model_parallel_size > 1:
         raise UserError("--config has experts or pipeline stages, whose weights lie on other ranks: give a dense model")
-    hidden, tensor = require(config.hidden_size), config.tensor_model_parallel_size
+    hidden, tensor = config.shape.hidden_size, config.tensor_model_parallel_size
     norm = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
     found = [Weight("embedding.word_embeddings.weight", (padded_vocab // tensor, hidden))]
     if config.position_embedding_type == "learned_absolute":
-        found.append(Weight("embedding.position_embeddings.weight", (require(config.max_position_embeddings), hidden)))
+        found.append(Weight("embedding.position_embeddings.weight", (config.shape.max_position_embeddings, hidden)))
     order = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2")
     sites = sorted(linear_sites(config), key=lambda site: (site.layer_number, order.index(site.name.split(".")[-1])))
     for site in sites:

@@ -31,7 +31,6 @@ from megatron_lowprec.training.checkpoint import loader
 from megatron_lowprec.training.checkpoint.resume import check_tokenizer
 from megatron_lowprec.training.checkpoint.tokenizer_flags import add_tokenizer_flags, moved_tokenizer
 from megatron_lowprec.training.config.data_options import DATA_CACHE, find_data
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.data import corpus_writer, indexed_dataset
 from megatron_lowprec.training.data.blend import check_split
@@ -155,10 +154,10 @@ class Scorer:
             **moved_tokenizer(args),
         )
         self._recipe = opened.recipe
-        self._length: int = require(opened.config.seq_length if args.seq_length is None else args.seq_length)
+        self._length: int = opened.config.shape.seq_length if args.seq_length is None else args.seq_length
         self._stride: int = self._length if args.stride is None else args.stride
         check_stride(self._stride, self._length)
-        positions = require(opened.config.max_position_embeddings)
+        positions = opened.config.shape.max_position_embeddings
         if opened.config.position_embedding_type == "learned_absolute" and self._length > positions:
             raise UserError(f"--seq-length {self._length}: this model has {positions} positions; lower it")
         self._tokenizer = tokenizer_of(opened.config)

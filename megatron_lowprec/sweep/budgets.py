@@ -11,7 +11,6 @@ from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.sweep.jobs import expand
 from megatron_lowprec.sweep.spec import Sweep, read, size_names
 from megatron_lowprec.training.config.arguments import parse
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron_lowprec.training.models.sizes import num_parameters
@@ -68,7 +67,7 @@ def _of_size(sweep: Sweep) -> list[Budget]:
             size=sweep.size,
             model=job.model,
             parameters=num_parameters(config, vocabulary),
-            tokens=job.train_iters * require(config.global_batch_size) * job.seq_length,
+            tokens=job.train_iters * config.batch.global_batch_size * job.seq_length,
             variant=job.variant,
             recipes=recipes,
             alone=len(jobs) == 1,

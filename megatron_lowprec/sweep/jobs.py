@@ -20,7 +20,6 @@ from megatron_lowprec.shipped import find
 from megatron_lowprec.sweep.spec import LABEL, ModelChoice, Options, RecipeChoice, Sweep, Variant, merge, options_of
 from megatron_lowprec.training.checkpoint.storage import TRACKER
 from megatron_lowprec.training.config.arguments import KINDS, flag, parse, rivals_of
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config, options_in
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
 from megatron_lowprec.training.data.blend import all_paths
@@ -199,7 +198,7 @@ def _job(
         config, _, _ = parse(arguments)
         loaded = load_recipe(config.recipe, config.recipe_override)
         sizes = resolve_model(config)
-        check_sizes(loaded, linear_sites(sizes), require(sizes.num_layers), tensor_ranks(sizes))
+        check_sizes(loaded, linear_sites(sizes), sizes.shape.num_layers, tensor_ranks(sizes))
         check_activations(loaded, linear_sites(sizes), tensor_ranks(sizes))
         run = resolve_run(resolve_recipe(sizes, loaded)[0], processes, gpus=True)
     except UserError as error:
@@ -215,8 +214,8 @@ def _job(
         processes=processes,
         arguments=tuple(arguments),
         resolved=_resolved(config, loaded, processes),
-        train_iters=require(run.train_iters),
-        seq_length=require(run.seq_length),
+        train_iters=run.iterations,
+        seq_length=run.shape.seq_length,
     )
 
 

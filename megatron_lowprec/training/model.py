@@ -29,7 +29,6 @@ from megatron_lowprec.mcore.te.te_layers import TERuntime, accumulate_wgrad, che
 from megatron_lowprec.recipe.explain import describe_training_state
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.te.te_config import TEConfig, te_config
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import microbatches_of, virtual_stages
 from megatron_lowprec.training.models.architectures import architecture_of
@@ -115,7 +114,7 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
     return bind_recipe(
         chunks,
         recipe,
-        num_layers=require(config.num_layers),
+        num_layers=config.shape.num_layers,
         seed=config.seed,
         accumulate_wgrad=not config.no_gradient_accumulation_fusion,
         share_rng_across_dp=config.share_rng_across_dp,
@@ -148,8 +147,8 @@ def transformer_config(config: Config, te: TEConfig | None = None) -> Transforme
     found = kind(
         **architecture.attention.transformer_fields(config),
         **architecture.mlp.transformer_fields(config),
-        num_layers=require(config.num_layers),
-        hidden_size=require(config.hidden_size),
+        num_layers=config.shape.num_layers,
+        hidden_size=config.shape.hidden_size,
         normalization=config.normalization,
         layernorm_epsilon=config.norm_epsilon,
         add_bias_linear=not config.disable_bias_linear,
@@ -204,7 +203,7 @@ def _gpt_chunks(config: Config, transformer: TransformerConfig, padded_vocab_siz
             transformer,
             architecture_of(config).block_spec(config, transformer, vp_stage),
             vocab_size=padded_vocab_size,
-            max_sequence_length=require(config.max_position_embeddings),
+            max_sequence_length=config.shape.max_position_embeddings,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.arguments import flag
-from megatron_lowprec.training.config.fields import check_divisible, require
+from megatron_lowprec.training.config.fields import check_divisible
 from megatron_lowprec.training.config.options import Config
 
 
@@ -26,7 +26,7 @@ def check_rampup(config: Config, step: int) -> None:
     if len(ramp) != 3 or min(ramp) < 1:
         raise UserError(f"--rampup-batch-size wants START INCREMENT SAMPLES, found {' '.join(map(str, ramp))}")
     start, increment, _ = ramp
-    batch = require(config.global_batch_size)
+    batch = config.batch.global_batch_size
     check_divisible("--rampup-batch-size's START", start, "micro-batch x data-parallel size", step)
     check_divisible("--rampup-batch-size's INCREMENT", increment, "micro-batch x data-parallel size", step)
     if batch <= start:
@@ -77,12 +77,12 @@ def ramp_sizes(ramp: Sequence[int] | None, batch: int) -> dict[int, int]:
 def samples_of(config: Config, iterations: int) -> int:
     """Samples of the first ``iterations`` iterations."""
     ends = _ramp_ends(config)[:iterations]
-    return max(ends, default=0) + (iterations - len(ends)) * require(config.global_batch_size)
+    return max(ends, default=0) + (iterations - len(ends)) * config.batch.global_batch_size
 
 
 def nearest_end(config: Config, samples: float) -> int:
     """The end of an iteration nearest to a number of samples, in samples; 0 counts as an end."""
-    ends, batch = [0, *_ramp_ends(config)], require(config.global_batch_size)
+    ends, batch = [0, *_ramp_ends(config)], config.batch.global_batch_size
     if samples < ends[-1]:
         return min(ends, key=lambda end: abs(end - samples))
     return ends[-1] + round((samples - ends[-1]) / batch) * batch
@@ -97,9 +97,9 @@ def run_length(config: Config, done: int = 0, consumed: int = 0) -> tuple[int, i
     Raises:
         UserError: less than one iteration.
     """
-    batch = require(config.global_batch_size)
+    batch = config.batch.global_batch_size
     if config.train_samples is None:
-        iterations = require(config.train_iters)
+        iterations = config.iterations
         return iterations, consumed + max(0, iterations - done) * batch
     for end in _ramp_ends(config, consumed):
         if end <= config.train_samples:
@@ -114,6 +114,6 @@ def _ramp_ends(config: Config, consumed: int = 0) -> list[int]:
     """Samples consumed after each iteration of the ramp, from ``consumed`` on; empty without a ramp."""
     ramp, ends = config.rampup_batch_size, list[int]()
     while ramp is not None and consumed <= ramp[2]:
-        consumed += batch_size_at(ramp, require(config.global_batch_size), consumed)
+        consumed += batch_size_at(ramp, config.batch.global_batch_size, consumed)
         ends.append(consumed)
     return ends

@@ -25,7 +25,6 @@ from megatron_lowprec.training.checkpoint.changes import other_recipe
 from megatron_lowprec.training.checkpoint.save_lock import SaveLock
 from megatron_lowprec.training.config import te_checks
 from megatron_lowprec.training.config.arguments import parse
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import keep_older_run, run_paths, same_folder
 from megatron_lowprec.training.config.phase_options import check_phase_iters, with_steps
@@ -79,13 +78,13 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     config = resolve_model(config)
     config, recipe, more = _recipe(config, given)
     notes = notes + more
-    check_sizes(recipe, linear_sites(config), require(config.num_layers), tensor_ranks(config))
+    check_sizes(recipe, linear_sites(config), config.shape.num_layers, tensor_ranks(config))
     check_activations(recipe, linear_sites(config), tensor_ranks(config))
     check_phase_iters(config, recipe)
-    check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), require(config.num_layers))
+    check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), config.shape.num_layers)
     check_capture(config)
     check_counterfactuals(config)
-    if keeps_all(recipe, linear_sites(config), require(config.num_layers)):
+    if keeps_all(recipe, linear_sites(config), config.shape.num_layers):
         notes.append(f"recipe {recipe.name} quantizes nothing in this model: its rules leave all layers out")
     if (config.fp8_param_gather or recipe.fp8_weights) and config.transformer_impl == "local":
         check_primary_weights(recipe)
@@ -154,7 +153,7 @@ def _explanation(config: Config, recipe: Recipe) -> str:
     return explain(
         with_steps(recipe, config),
         linear_sites(config),
-        require(config.num_layers),
+        config.shape.num_layers,
         config.device or arch_here(),
         config.rerun_in_bf16,
         config.emulate_accumulator,
@@ -265,7 +264,7 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
         "processes": ranks.world_size,
         "versions": dict(versions()),
         "parameters": num_parameters(config, vocabulary),
-        "tokens": plan.samples * require(config.seq_length),
+        "tokens": plan.samples * config.shape.seq_length,
     }
     record = RunRecord(paths.record, ranks.rank == 0, facts, continues=plan.continues)
     if plan.recipe.phases:
@@ -319,7 +318,7 @@ def _header(plan: RunPlan, layers: str, device: str, splits: Data, world_size: i
 
     config, vocabulary = plan.config, plan.content["padded_vocab_size"]
     tokens = {name: split.epoch_tokens for name, split in splits.items() if isinstance(split, SplitData)}
-    whole = plan.samples * require(config.seq_length)
+    whole = plan.samples * config.shape.seq_length
     epochs = whole / tokens["train"]
     model = (
         f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_attention_heads} heads, sequence "

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 
 _DEFAULT = vars(Config())
@@ -51,7 +50,7 @@ def plan(config: Config, total_samples: int) -> tuple[Schedule, list[str]]:
     run, as in Megatron-LM. A warm-up that does not fit is cut to half of the horizon.
     """
     assert config.lr is not None, "resolve() has not run"
-    batch = require(config.global_batch_size)
+    batch = config.batch.global_batch_size
     decay = config.lr_decay_samples or (config.lr_decay_iters or 0) * batch or total_samples
     if config.lr_warmup_fraction is not None:
         warmup = int(config.lr_warmup_fraction * decay)

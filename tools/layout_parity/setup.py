@@ -20,7 +20,6 @@ from megatron_lowprec.training.checkpoint import checkpoint, optimizer_state, re
 from megatron_lowprec.training.checkpoint.checkpoint import Progress
 from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
 from megatron_lowprec.training.config.arguments import parse
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import layout_of, resolve_model, resolve_run, total_samples
 from megatron_lowprec.training.data import batches as data
@@ -133,7 +132,7 @@ class Setup:
     def enter(self, recipe: str) -> None:
         """The model as loaded, under a recipe without history; raises UserError if its blocks do not fit the sizes."""
         spec = load_recipe(recipe, [])
-        sites, layers = linear_sites(self.config), require(self.config.num_layers)
+        sites, layers = linear_sites(self.config), self.config.shape.num_layers
         check_sizes(spec, sites, layers, tensor_ranks(self.config))
         self.snapshot.restore()
         if not self.config.no_lowprec_linears:
@@ -150,7 +149,7 @@ class Setup:
     def train(self, steps: int, progress: Progress | None = None, order: int | None = None) -> list[float]:
         """Losses of the next steps; ``order`` is the seed of another order of each iteration's samples."""
         progress = replace(self.progress) if progress is None else progress
-        batch, losses = require(self.config.global_batch_size), []
+        batch, losses = self.config.batch.global_batch_size, []
         batches = self._batches(progress, order)
         for _ in range(steps):
             update_num_microbatches(progress.consumed_samples)
@@ -207,6 +206,6 @@ class Setup:
     def _batches(self, progress: Progress, order: int | None = None) -> list[Batches]:
         split = self.split
         if order is not None:
-            shuffled: Any = Shuffled(split.samples, require(self.config.global_batch_size), order)
+            shuffled: Any = Shuffled(split.samples, self.config.batch.global_batch_size, order)
             split = replace(split, samples=shuffled)
         return [Batches(split, progress.consumed_samples, self.config, self.device) for _ in self.trainer.chunks]

@@ -11,7 +11,6 @@ from megatron_lowprec.report.planning.required_runs import extended
 from megatron_lowprec.sweep.jobs import Job
 from megatron_lowprec.sweep.slurm import indices
 from megatron_lowprec.training.config.arguments import parse
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.models.sizes import num_non_embedding_parameters
 
@@ -58,7 +57,7 @@ def _seeds(test: Test, jobs: Sequence[Job]) -> set[int]:
 
 def _tokens_per_parameter(job: Job) -> float:
     config = resolve_run(resolve_model(parse(job.arguments)[0]), job.processes, gpus=True)
-    tokens = job.train_iters * require(config.global_batch_size) * job.seq_length
+    tokens = job.train_iters * config.batch.global_batch_size * job.seq_length
     return tokens / num_non_embedding_parameters(config)
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
-from megatron_lowprec.training.models.deepseek.options import LatentAttentionOptions
-from megatron_lowprec.training.models.moe.options import MoeOptions
+from megatron_lowprec.training.models.deepseek.options import LatentAttention, LatentAttentionOptions
+from megatron_lowprec.training.models.moe.options import Experts, MoeOptions
 from megatron_lowprec.training.options.dataset_options import DataOptions
 from megatron_lowprec.training.options.declaration import NO_EFFECT_PARTS, Group, Option, Part, arg
 from megatron_lowprec.training.options.model_options import ModelOptions, RopeOptions
 from megatron_lowprec.training.options.optimizer_options import OptimizerOptions
 from megatron_lowprec.training.options.output_options import CheckpointOptions, EvaluationOptions, LoggingOptions
+from megatron_lowprec.training.options.parts import Batch, ModelShape, ModelSizes, filled
 from megatron_lowprec.training.options.recipe_options import RecipeOptions
 from megatron_lowprec.training.options.training_options import MemoryOptions, ParallelOptions, TrainingOptions
 
@@ -44,6 +46,37 @@ class Config(
     config: str | None = arg(
         None, "YAML file with any of these options; the command line wins over it", sweep="models:"
     )
+
+    @cached_property
+    def sizes(self) -> ModelSizes:
+        """The sizes that a model names."""
+        return filled(ModelSizes, self)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """All sizes of the model, after ``resolve_model``."""
+        return filled(ModelShape, self)
+
+    @cached_property
+    def experts(self) -> Experts:
+        """The sizes of a model with experts, after ``resolve_model``."""
+        return filled(Experts, self)
+
+    @cached_property
+    def latent(self) -> LatentAttention:
+        """The sizes of latent attention."""
+        return filled(LatentAttention, self)
+
+    @cached_property
+    def batch(self) -> Batch:
+        """Samples of an iteration, after ``resolve_run``."""
+        return filled(Batch, self)
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of the whole run, after ``resolve_run``."""
+        assert self.train_iters is not None, "resolve_run() has not run"
+        return self.train_iters
 
 
 GROUPS: tuple[type[Group], ...] = tuple(reversed(Config.__bases__))

@@ -36,7 +36,7 @@ def resolve_model(config: Config) -> Config:
     architecture = architecture_of(config)
     config = architecture.mlp.resolve(architecture.attention.resolve(config))
     config = replace(config, max_position_embeddings=config.max_position_embeddings or config.seq_length)
-    if require(config.seq_length) > require(config.max_position_embeddings):
+    if config.shape.seq_length > config.shape.max_position_embeddings:
         raise UserError(
             f"--seq-length {config.seq_length} is longer than --max-position-embeddings "
             f"{config.max_position_embeddings}; raise the latter"
@@ -90,13 +90,13 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
     required(config, "lr", *(["global_batch_size"] if config.micro_batch_size is None else []))
     _check_parallelism(config, world_size)
     data_parallel = data_parallel_size(config, world_size)
+    batch = config.global_batch_size or (config.micro_batch_size or 0) * data_parallel
     if config.micro_batch_size is None:
-        check_divisible(
-            "--global-batch-size", require(config.global_batch_size), "the data-parallel size", data_parallel
-        )
-        config = replace(config, micro_batch_size=require(config.global_batch_size) // data_parallel)
-    step = require(config.micro_batch_size) * data_parallel
-    batch = config.global_batch_size or step
+        check_divisible("--global-batch-size", batch, "the data-parallel size", data_parallel)
+    config = replace(
+        config, micro_batch_size=config.micro_batch_size or batch // data_parallel, global_batch_size=batch
+    )
+    step = config.batch.micro_batch_size * data_parallel
     if batch % step:
         raise UserError(
             f"--global-batch-size {batch} is not divisible by --micro-batch-size {config.micro_batch_size} x "
@@ -108,7 +108,6 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
     if (config.train_iters is None) == (config.train_samples is None):
         found = "missing" if config.train_iters is None else "given twice"
         raise UserError(f"the length of the run is {found}: give --train-iters or --train-samples")
-    config = replace(config, global_batch_size=batch)
     check_rampup(config, step)
     _check_interleaving(config, step)
     if config.train_iters is None:
@@ -126,8 +125,8 @@ def data_parallel_size(config: Config, world_size: int) -> int:
 
 def microbatches_of(config: Config, world_size: int) -> int:
     """Microbatches of a step on one rank, after any ramp of the batch size."""
-    samples = require(config.micro_batch_size) * data_parallel_size(config, world_size)
-    return require(config.global_batch_size) // samples
+    samples = config.batch.micro_batch_size * data_parallel_size(config, world_size)
+    return config.batch.global_batch_size // samples
 
 
 def layout_of(config: Config, world_size: int) -> dict[str, int]:
@@ -152,7 +151,7 @@ def virtual_stages(config: Config) -> int | None:
         return config.num_virtual_stages_per_pipeline_rank if config.num_virtual_stages_per_pipeline_rank > 1 else None
     if config.num_layers_per_virtual_pipeline_stage is not None:
         return (
-            require(config.num_layers)
+            config.shape.num_layers
             // config.pipeline_model_parallel_size
             // config.num_layers_per_virtual_pipeline_stage
         )
@@ -161,7 +160,7 @@ def virtual_stages(config: Config) -> int | None:
 
 def total_samples(config: Config) -> int:
     """Samples of the whole run as requested, the schedule's horizon; ``rampup.run_length`` has the consumed ones."""
-    return config.train_samples or require(config.train_iters) * require(config.global_batch_size)
+    return config.train_samples or config.iterations * config.batch.global_batch_size
 
 
 def _in_bounds(config: Config) -> None:
@@ -203,7 +202,7 @@ def _check_parallelism(config: Config, world_size: int) -> None:
     tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     context = config.context_parallel_size
     if context > 1:
-        check_divisible("--seq-length", require(config.seq_length), "2 x --context-parallel-size", 2 * context)
+        check_divisible("--seq-length", config.shape.seq_length, "2 x --context-parallel-size", 2 * context)
     model = tensor * pipeline * context
     if world_size % model:
         raise UserError(
@@ -212,19 +211,19 @@ def _check_parallelism(config: Config, world_size: int) -> None:
         )
     architecture = architecture_of(config)
     architecture.attention.check_parallelism(config, world_size // model)
-    check_divisible("--hidden-size", require(config.hidden_size), "--tensor-model-parallel-size", tensor)
-    check_divisible("--ffn-hidden-size", require(config.ffn_hidden_size), "--tensor-model-parallel-size", tensor)
-    check_divisible("--num-layers", require(config.num_layers), "--pipeline-model-parallel-size", pipeline)
+    check_divisible("--hidden-size", config.shape.hidden_size, "--tensor-model-parallel-size", tensor)
+    check_divisible("--ffn-hidden-size", config.shape.ffn_hidden_size, "--tensor-model-parallel-size", tensor)
+    check_divisible("--num-layers", config.shape.num_layers, "--pipeline-model-parallel-size", pipeline)
     if config.sequence_parallel:
         a_rank = "--seq-length" if context == 1 else "--seq-length of a context-parallel rank,"
-        check_divisible(a_rank, require(config.seq_length) // context, "--tensor-model-parallel-size", tensor)
+        check_divisible(a_rank, config.shape.seq_length // context, "--tensor-model-parallel-size", tensor)
     architecture.mlp.check_parallelism(config, world_size // model)
     virtual = virtual_stages(config)
     if virtual is not None:
         if pipeline == 1:
             raise UserError("interleaving needs --pipeline-model-parallel-size of at least 2")
         check_divisible(
-            "layers of a pipeline stage,", require(config.num_layers) // pipeline, "chunks of a stage,", virtual
+            "layers of a pipeline stage,", config.shape.num_layers // pipeline, "chunks of a stage,", virtual
         )
 
 
@@ -274,7 +273,7 @@ def check_packages(config: Config) -> None:
 def _check_capture_step(config: Config) -> None:
     """Check iterations of --capture-step, and that the layers can be captured."""
     for step in config.capture_step:
-        if not 1 <= step <= require(config.train_iters):
+        if not 1 <= step <= config.iterations:
             raise UserError(
                 f"--capture-step {step} is no iteration of this run, which has 1 to {config.train_iters}; name one of "
                 "them"
@@ -288,7 +287,7 @@ def _check_capture_step(config: Config) -> None:
 
 def _check_profile(config: Config) -> None:
     start, end = config.profile_step_start, config.profile_step_end
-    if config.profile and not 0 <= start < min(end, require(config.train_iters)):
+    if config.profile and not 0 <= start < min(end, config.iterations):
         raise UserError(
             f"--profile-step-start {start} --profile-step-end {end} profile no iteration of this run, which has "
             f"{config.train_iters}; let the start be below the end and below --train-iters, or leave --profile out"
@@ -300,7 +299,7 @@ def _check_interleaving(config: Config, step: int) -> None:
     if virtual_stages(config) is None:
         return
     turn = step * config.pipeline_model_parallel_size
-    sizes = {"--global-batch-size": require(config.global_batch_size)}
+    sizes = {"--global-batch-size": config.batch.global_batch_size}
     if config.rampup_batch_size is not None:
         start, increment, _ = config.rampup_batch_size
         sizes |= {"--rampup-batch-size's START": start, "--rampup-batch-size's INCREMENT": increment}

@@ -9,7 +9,6 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.te.te_config import TEConfig, te_config
 from megatron_lowprec.te.translation import KINDS
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import check_packages
 from megatron_lowprec.training.models.sizes import linear_sites
@@ -37,7 +36,7 @@ def check(config: Config, recipe: Recipe) -> TEConfig:
                     f"{site.path} has {size} {what} features on a rank, no multiple of {multiple}, which "
                     "TransformerEngine's FP8 products need; change that size or use --transformer-impl local"
                 )
-    stage = require(config.num_layers) // config.pipeline_model_parallel_size
+    stage = config.shape.num_layers // config.pipeline_model_parallel_size
     if max(found.first_layers, found.last_layers) > stage:
         raise UserError(
             f"the recipe asks {found.first_layers} first and {found.last_layers} last layers, but Megatron-core keeps "
@@ -59,7 +58,7 @@ def prepare(config: Config, recipe: Recipe) -> None:
     if config.transformer_impl != "transformer_engine":
         return
     found = check(config, recipe)
-    tokens = require(config.micro_batch_size) * require(config.seq_length) // config.context_parallel_size
+    tokens = config.batch.micro_batch_size * config.shape.seq_length // config.context_parallel_size
     multiple = 1 if found.kind is None else KINDS[found.kind].multiple
     if tokens % multiple:
         raise UserError(

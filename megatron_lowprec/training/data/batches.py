@@ -19,7 +19,6 @@ from megatron.core.datasets.utils import Split
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.releases import batch_on_this_cp_rank
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data import indexed_dataset
 from megatron_lowprec.training.data.blend import all_paths, data_paths, parse_blend
@@ -105,7 +104,7 @@ def _build_split(config: Config, prefixes: Mapping[str, str], tokenizer: Tokeniz
     documents = share
     cached = DocumentsConfig(
         random_seed=config.seed,
-        sequence_length=require(config.seq_length),
+        sequence_length=config.shape.seq_length,
         # Datasets are built one by one; without a blend Megatron-core's config assumes mock data.
         blend=([""], None),
         split="1",
@@ -132,7 +131,8 @@ def _build_split(config: Config, prefixes: Mapping[str, str], tokenizer: Tokeniz
     found = _split_data(datasets, weights, config, tokenizer.eod)
     if split.name != "train" or config.data_phase_path is None:
         return found
-    switch, first = require(config.data_phase_switch_samples), found.samples
+    switch, first = config.data_phase_switch_samples, found.samples
+    assert switch is not None
     assert isinstance(first, Blend)
     # The second blend continues each shared path where the first stopped: no sample repeats before all were seen.
     taken = dict(zip(named, first.taken(switch), strict=True))
@@ -167,7 +167,7 @@ def _split_data(datasets: Sequence[Samples], weights: Sequence[float], config: C
     return SplitData(
         Blend([Epochs(d, config.seed) for d in datasets], weights),
         samples,
-        samples * require(config.seq_length),
+        samples * config.shape.seq_length,
         eod,
         _notes(datasets),
     )
@@ -179,7 +179,7 @@ class MockSamples:
     def __init__(self, config: Config, tokenizer: Tokenizer, stream: int) -> None:
         self._config, self._eod = config, tokenizer.eod
         self._length, self._vocab_size, self._seed = (
-            require(config.seq_length),
+            config.shape.seq_length,
             tokenizer.vocab_size,
             [config.seed, stream],
         )
@@ -221,7 +221,7 @@ class Batches:
 
     def __init__(self, split: SplitData, start: int, config: Config, device: torch.device) -> None:
         self._device = device
-        self._shape = (len(_FIELDS), require(config.micro_batch_size), require(config.seq_length))
+        self._shape = (len(_FIELDS), config.batch.micro_batch_size, config.shape.seq_length)
         weighs = config.calculate_per_token_loss and config.num_experts is not None
         self._mask_of = split.eod if config.reset_attention_mask else None
         self._needed = (
@@ -232,7 +232,7 @@ class Batches:
         if self._needed and mpu.get_tensor_model_parallel_rank() == 0:
             positions = Positions(
                 start,
-                require(config.micro_batch_size),
+                config.batch.micro_batch_size,
                 mpu.get_data_parallel_rank(),
                 mpu.get_data_parallel_world_size(),
             )

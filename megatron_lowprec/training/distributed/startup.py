@@ -163,7 +163,6 @@ def lay_out(config: Config) -> None:
     from megatron.core import parallel_state as mpu
 
     from megatron_lowprec.mcore.releases import init_microbatches
-    from megatron_lowprec.training.config.fields import require
     from megatron_lowprec.training.config.resolve import virtual_stages
     from megatron_lowprec.training.rampup import ramp_sizes
 
@@ -178,9 +177,9 @@ def lay_out(config: Config) -> None:
         create_gloo_process_groups=False,
     )
     seed(config)
-    ramp, batch = config.rampup_batch_size, require(config.global_batch_size)
+    ramp, batch = config.rampup_batch_size, config.batch.global_batch_size
     init_microbatches(
-        batch, require(config.micro_batch_size), mpu.get_data_parallel_world_size(), ramp, ramp_sizes(ramp, batch)
+        batch, config.batch.micro_batch_size, mpu.get_data_parallel_world_size(), ramp, ramp_sizes(ramp, batch)
     )
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from megatron.core import parallel_state as mpu
 
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.batches import Batches, SplitData
 from megatron_lowprec.training.model import Trainer, gathered
@@ -41,8 +40,8 @@ def evaluate(
     ``interrupted`` is called on all ranks before each batch; the result is None if it returns True.
     """
     batches = [Batches(split, 0, config, device) for _ in trainer.chunks]
-    per_iteration = require(config.global_batch_size) // (
-        require(config.micro_batch_size) * mpu.get_data_parallel_world_size()
+    per_iteration = config.batch.global_batch_size // (
+        config.batch.micro_batch_size * mpu.get_data_parallel_world_size()
     )
     losses: list[PendingLoss] = []
     with _evaluating(trainer, config), torch.no_grad():

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from megatron_lowprec.recipe.quant_spec import QuantSpec
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.memory.layout import Execution
 from megatron_lowprec.training.models.architectures import architecture_of
@@ -20,7 +19,7 @@ def layer_activations(config: Config, runs: Execution | None = None, layer: int 
     A linear layer saves its input in the compute dtype, or one byte per value if its FP8 GEMMs are native.
     Without ``runs``: a bf16 recipe on a CPU.
     """
-    layer = layer or require(config.num_layers)
+    layer = layer or config.shape.num_layers
     architecture = architecture_of(config)
     saved = {
         "input of the first norm": stream_bytes(config),
@@ -30,14 +29,14 @@ def layer_activations(config: Config, runs: Execution | None = None, layer: int 
         **architecture.mlp.activations(config, runs, layer),
     }
     if config.hidden_dropout and not (runs is not None and runs.fused):
-        masks = 2 * tokens_of(config) * require(config.hidden_size)
+        masks = 2 * tokens_of(config) * config.shape.hidden_size
         saved["masks of the two residual dropouts"] = masks / sequence_ranks(config)
     return saved
 
 
 def embedding_activations(config: Config) -> dict[str, float]:
     """Bytes that the embedding saves for one microbatch."""
-    tokens, hidden = tokens_of(config), require(config.hidden_size)
+    tokens, hidden = tokens_of(config), config.shape.hidden_size
     saved = {"token ids and positions": 2 * 8.0 * tokens}
     if config.hidden_dropout:
         saved["mask of the embedding's dropout"] = tokens * hidden / sequence_ranks(config)
@@ -63,7 +62,8 @@ def kept_of_layers(config: Config, layers: range, runs: Execution) -> float:
     """Bytes that a stage's layers save for one microbatch; recomputed layers save only the input of each chunk."""
     if config.recompute_granularity != "full":
         return sum(_whole(config, runs, layers))
-    chunk = require(config.recompute_num_layers)
+    chunk = config.recompute_num_layers
+    assert chunk is not None, "resolve_run() has not run"
     if config.recompute_method == "uniform":
         return -(-len(layers) // chunk) * stream_bytes(config)
     recomputed = layers[:chunk]
@@ -73,7 +73,7 @@ def kept_of_layers(config: Config, layers: range, runs: Execution) -> float:
 def recomputed_at_once(config: Config, layers: range, runs: Execution) -> float:
     """Bytes of activations that are recomputed at once in the backward pass."""
     if config.recompute_granularity == "full":
-        chunk = require(config.recompute_num_layers) if config.recompute_method == "uniform" else 1
+        chunk = (config.recompute_num_layers or 1) if config.recompute_method == "uniform" else 1
         return max(sum(_whole(config, runs, layers[first : first + chunk])) for first in range(0, len(layers), chunk))
     if config.recompute_granularity == "selective":
         return architecture_of(config).attention.recomputed_bytes(config)
@@ -86,10 +86,10 @@ def backward_of_a_layer(config: Config, runs: Execution) -> float:
     An input of linear_fc2 that --recompute-gelu recomputes adds nothing: it is freed before the gradient of
     linear_fc1's output, which is as large, is computed.
     """
-    stream = float(tokens_of(config)) * require(config.hidden_size) * width_of(config)
+    stream = float(tokens_of(config)) * config.shape.hidden_size * width_of(config)
     mlp = architecture_of(config).mlp
     wide = mlp.backward_bytes(config)
-    gates = 2 if any(site.gated for site in mlp.linear_sites(config, require(config.num_layers))) else 1
+    gates = 2 if any(site.gated for site in mlp.linear_sites(config, config.shape.num_layers)) else 1
     gradients, operands = (1 + gates) * wide, 0.0
     if any(linear.wgrad.quantized or linear.dgrad.quantized for linear in runs.recipe.linear_recipes):
         of_dy = 2 * gates * wide * runs.grad_output_width(config) / width_of(config)  # rowwise and columnwise
@@ -108,7 +108,7 @@ def _other_operand(config: Config, runs: Execution, stream: float) -> float:
     if any(_of_fprop(linear.wgrad.input) for linear in runs.recipe.linear_recipes):
         x += stream / width_of(config) * 4.0
     if any(_of_fprop(linear.dgrad.weight) for linear in runs.recipe.linear_recipes):
-        sites = linear_sites(config, range(1, require(config.num_layers) + 1))
+        sites = linear_sites(config, range(1, config.shape.num_layers + 1))
         w = 4.0 * max(site.in_features * site.out_features / sharding(config, site).tensor_ranks for site in sites)
     return max(x, w)
 

@@ -14,7 +14,6 @@ from megatron_lowprec.recipe.coverage import LinearSite, primary_weight_spec, wh
 from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.schema import LinearRecipe
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import microbatches_of, virtual_stages
 from megatron_lowprec.training.models.architectures import architecture_of
@@ -36,7 +35,7 @@ class Execution:
 
     def linear(self, config: Config, layer: int, name: str) -> LinearRecipe:
         """What a linear layer runs."""
-        return self.recipe.at(Layer(layer, name, require(config.num_layers)))
+        return self.recipe.at(Layer(layer, name, config.shape.num_layers))
 
     def keeps_codes(self, config: Config, layer: int, name: str) -> bool:
         """Whether a linear layer saves FP8 codes of its input for wgrad, instead of the input."""
@@ -115,7 +114,7 @@ class Execution:
 
 def stage_layers(config: Config, stage: int) -> range:
     """Numbers of a pipeline stage's layers, from 1; an interleaved stage holds as many, of other numbers."""
-    here = require(config.num_layers) // config.pipeline_model_parallel_size
+    here = config.shape.num_layers // config.pipeline_model_parallel_size
     return range(stage * here + 1, (stage + 1) * here + 1)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.recipe import Recipe
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs, without_graphs
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import describe_layout, layout_of, resolve_run
@@ -94,7 +93,7 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
     of = f"{config.device} " if config.device else ""
     lines = [
         f"memory plan of one of {found.gpus} {of}GPUs{where}; recipe {recipe.name}{when}, "
-        f"microbatches of {require(config.micro_batch_size)} x {require(config.seq_length)} tokens",
+        f"microbatches of {config.batch.micro_batch_size} x {config.shape.seq_length} tokens",
         f"parallelism: {describe_layout(layout_of(config, found.gpus))}",
     ]
     held = f"{found.in_flight:g} microbatch{'' if found.in_flight == 1 else 'es'}"

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from megatron_lowprec.recipe.coverage import LinearSite, why_not_gathered
 from megatron_lowprec.recipe.recipe import Recipe
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.rank_sizes import tokens_of, width_of
 from megatron_lowprec.training.models.sizes import linear_sites, sharding
@@ -20,7 +19,7 @@ def planned_transfers(config: Config, recipe: Recipe) -> dict[str, int]:
         tokens_of(config),
         width_of(config),
         ranks=config.tensor_model_parallel_size,
-        num_layers=require(config.num_layers),
+        num_layers=config.shape.num_layers,
         fp8_gather=config.fp8_sequence_parallel_gather,
         rerun_in_bf16=config.rerun_in_bf16,
     )

@@ -11,7 +11,6 @@ from megatron_lowprec.recipe.coverage import (
     cached_weights,
     primary_weight_spec,
 )
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import data_parallel_size
 from megatron_lowprec.training.memory.layout import Execution, microbatches_of, stage_layers
@@ -32,7 +31,7 @@ class Weights:
 
 def stage_weights(config: Config, padded_vocab_size: int, stage: int) -> Weights:
     """Number of weights on one rank of a pipeline stage."""
-    hidden, tensor = require(config.hidden_size), config.tensor_model_parallel_size
+    hidden, tensor = config.shape.hidden_size, config.tensor_model_parallel_size
     pipeline, layers = config.pipeline_model_parallel_size, stage_layers(config, stage)
     dense, expert = sum(other_weights(config, layer) for layer in layers), 0
     for site in linear_sites(config, layers):
@@ -46,7 +45,7 @@ def stage_weights(config: Config, padded_vocab_size: int, stage: int) -> Weights
     if stage == 0:
         dense += embedding
         if config.position_embedding_type == "learned_absolute":
-            dense += require(config.max_position_embeddings) * hidden
+            dense += config.shape.max_position_embeddings * hidden
     if stage == pipeline - 1:
         dense += norm_weights(config)
         # A tied output layer on another stage than the embedding's has a copy of it.
@@ -109,7 +108,7 @@ def fp32_gradients(config: Config, runs: Execution, vocabulary: int, gpus: int, 
             together[site.name] = max(together.get(site.name, 0.0), weights_here)
         together["mlp"] = max(together.get("mlp", 0.0), dense_mlp)
     if stage in (0, config.pipeline_model_parallel_size - 1):
-        together["embedding"] = vocabulary / config.tensor_model_parallel_size * require(config.hidden_size)
+        together["embedding"] = vocabulary / config.tensor_model_parallel_size * config.shape.hidden_size
     return 4.0 * max(together.values())
 
 

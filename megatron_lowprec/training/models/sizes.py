@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_lowprec.recipe.coverage import LinearSite
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.common.interface import Sharding
@@ -19,7 +18,7 @@ def linear_sites(config: Config, layers: range | None = None) -> list[LinearSite
     architecture = architecture_of(config)
     return [
         site
-        for layer in (range(1, require(config.num_layers) + 1) if layers is None else layers)
+        for layer in (range(1, config.shape.num_layers + 1) if layers is None else layers)
         for part in (architecture.attention, architecture.mlp)
         for site in part.linear_sites(config, layer)
     ]
@@ -49,7 +48,7 @@ def has_bias(config: Config, site: LinearSite) -> bool:
 
 def norm_weights(config: Config) -> int:
     """Weights of one norm."""
-    return require(config.hidden_size) * (2 if config.normalization == "LayerNorm" else 1)
+    return config.shape.hidden_size * (2 if config.normalization == "LayerNorm" else 1)
 
 
 def other_weights(config: Config, layer: int) -> int:
@@ -65,16 +64,16 @@ def num_non_embedding_parameters(config: Config) -> int:
     for site in linear_sites(config):
         weights = site.in_features * site.out_features + has_bias(config, site) * site.out_features
         total += sharding(config, site).copies * weights
-    return total + sum(other_weights(config, layer) for layer in range(1, require(config.num_layers) + 1))
+    return total + sum(other_weights(config, layer) for layer in range(1, config.shape.num_layers + 1))
 
 
 def num_parameters(config: Config, padded_vocab_size: int) -> int:
     """Parameters of the whole model, including the padded vocabulary."""
-    hidden = require(config.hidden_size)
+    hidden = config.shape.hidden_size
     total = num_non_embedding_parameters(config)
     total += padded_vocab_size * hidden * (2 if config.untie_embeddings_and_output_weights else 1)
     if config.position_embedding_type == "learned_absolute":
-        total += require(config.max_position_embeddings) * hidden
+        total += config.shape.max_position_embeddings * hidden
     return total
 
 
@@ -84,7 +83,7 @@ def flops_per_sample(config: Config, padded_vocab_size: int) -> float:
     Linear layers and logits count 2 operations per weight and token, attention's two GEMMs half of that for the causal
     mask; the backward counts twice the forward. Recomputation is not counted (model FLOPs).
     """
-    hidden, layers, seq = require(config.hidden_size), require(config.num_layers), require(config.seq_length)
+    hidden, layers, seq = config.shape.hidden_size, config.shape.num_layers, config.shape.seq_length
     linears = sum(
         site.in_features * site.out_features * sharding(config, site).copies_per_token for site in linear_sites(config)
     )

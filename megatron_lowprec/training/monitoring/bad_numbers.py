@@ -15,7 +15,6 @@ from megatron_lowprec.mcore.optim.expert_bias import keep_expert_biases
 from megatron_lowprec.mcore.optim.stored_gradient import has_finite_gradient
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.training.checkpoint import random_state
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import describe_layout
 from megatron_lowprec.training.data.batches import Batches
@@ -135,7 +134,7 @@ class BadSteps:
         """Why a run that ended after ``iteration``, and was not given up, has failed all the same; else None."""
         if not finite_weights:
             return self._failed(f"after iteration {iteration} the weights are not finite")
-        if self.in_a_row and iteration >= require(self.config.train_iters):
+        if self.in_a_row and iteration >= self.config.iterations:
             last = "iteration was" if self.in_a_row == 1 else f"{self.in_a_row} iterations were"
             return self._failed(f"the last {last} skipped, for loss or gradient were not finite")
         return None

@@ -8,7 +8,6 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.recipe import Recipe
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.sizes import linear_sites, tensor_ranks
 
@@ -41,5 +40,5 @@ def check_counterfactuals(config: Config) -> None:
             )
         if not recipe.quantized:
             raise UserError(f"{what} quantizes nothing; leave it out")
-        check_sizes(recipe, linear_sites(config), require(config.num_layers), tensor_ranks(config))
+        check_sizes(recipe, linear_sites(config), config.shape.num_layers, tensor_ranks(config))
         names.add(recipe.name)

@@ -16,7 +16,6 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import atomic_write, json_lines
 from megatron_lowprec.mcore.debug.operand_probe import OperandId
 from megatron_lowprec.quantization.error_stats import QuantizationError
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths
 from megatron_lowprec.training.monitoring.metrics_file import check_iteration
@@ -176,9 +175,7 @@ class RunLog:
             mean = sum(interval.losses) / len(interval.losses) if interval.losses else math.nan
             seconds = interval.seconds / interval.iterations
             self.say(
-                iteration_line(
-                    row, require(self._config.train_iters), mean, seconds, interval.tflop_seconds / interval.seconds
-                )
+                iteration_line(row, self._config.iterations, mean, seconds, interval.tflop_seconds / interval.seconds)
             )
             self._interval = _Interval()
 

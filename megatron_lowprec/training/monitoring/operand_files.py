@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import LinearSite, site_path
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths
 from megatron_lowprec.training.config.resolve import data_parallel_size
@@ -92,7 +91,7 @@ def _bytes(config: Config, site: LinearSite, world_size: int) -> float:
     """Bytes of x, w and dy of one layer or expert over all ranks; for an expert under a balanced load."""
     shards, data = sharding(config, site), data_parallel_size(config, world_size)
     tensor = shards.tensor_ranks
-    tokens: float = data * require(config.micro_batch_size) * require(config.seq_length)
+    tokens: float = data * config.batch.micro_batch_size * config.shape.seq_length
     replicas = data
     if shards.experts:
         tokens = tokens * shards.copies_per_token / shards.copies

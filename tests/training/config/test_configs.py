@@ -12,7 +12,6 @@ from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.config.arguments import parse
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run, total_samples
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
@@ -66,7 +65,7 @@ def test_sizes_suit_every_recipe(path: Path) -> None:
         check_sizes(
             load_recipe(name, config.recipe_override),
             sites,
-            require(config.num_layers),
+            config.shape.num_layers,
             config.tensor_model_parallel_size,
         )
 
@@ -125,8 +124,8 @@ def test_active_parameters_of_the_experts(
     name: str, matrices: int, layers: int, vocabulary: int, embedding: int
 ) -> None:
     config = resolved(name)
-    expert = matrices * require(config.hidden_size) * require(config.moe_ffn_hidden_size)
-    idle = layers * (require(config.num_experts) - config.moe_router_topk) * expert
+    expert = matrices * config.shape.hidden_size * config.experts.moe_ffn_hidden_size
+    idle = layers * (config.experts.num_experts - config.moe_router_topk) * expert
     total = num_parameters(config, vocabulary)
     assert (total - idle - embedding) / 1e9 == pytest.approx(2.4, abs=0.06)
     assert name != "deepseek_16b" or total / 1e9 == pytest.approx(15.7, abs=0.05)
@@ -164,7 +163,7 @@ def test_values_are_the_source_s(name: str) -> None:
     if name.endswith("_released"):
         assert (config.split, config.lr_warmup_fraction) == ("949,50,1", 0.01)
     else:
-        assert config.lr_warmup_samples * require(config.seq_length) == pytest.approx(3.75e8, rel=1e-5)
+        assert config.lr_warmup_samples * config.shape.seq_length == pytest.approx(3.75e8, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +185,7 @@ def test_values_are_the_source_s(name: str) -> None:
 )
 def test_budgets_in_tokens(name: str, flags: list[str], billions: float) -> None:
     config = resolved(name, *flags)
-    assert total_samples(config) * require(config.seq_length) / 1e9 == pytest.approx(billions, rel=2e-3)
+    assert total_samples(config) * config.shape.seq_length / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
 def test_the_8b_model_is_the_source_s() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import LinearSite
-from megatron_lowprec.training.config.fields import check_divisible, require
+from megatron_lowprec.training.config.fields import check_divisible
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import cached, norm_output, tokens_of, width_of
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def resolve(config: Config) -> Config:
     """The options with --kv-channels and --num-query-groups filled."""
-    hidden, heads = require(config.hidden_size), require(config.num_attention_heads)
+    hidden, heads = config.sizes.hidden_size, config.sizes.num_attention_heads
     if config.kv_channels is None:
         check_divisible("--hidden-size", hidden, "--num-attention-heads", heads)
     if config.group_query_attention:
@@ -38,18 +38,16 @@ def resolve(config: Config) -> Config:
 def check_parallelism(config: Config, data_parallel_size: int) -> None:
     """Reject a tensor-parallel size that does not divide heads and groups."""
     tensor = config.tensor_model_parallel_size
-    check_divisible(
-        "--num-attention-heads", require(config.num_attention_heads), "--tensor-model-parallel-size", tensor
-    )
+    check_divisible("--num-attention-heads", config.shape.num_attention_heads, "--tensor-model-parallel-size", tensor)
     check_divisible("--num-query-groups", config.num_query_groups, "--tensor-model-parallel-size", tensor)
 
 
 def transformer_fields(config: Config) -> dict[str, Any]:
     """Fields of Megatron-core's TransformerConfig."""
     return {
-        "num_attention_heads": require(config.num_attention_heads),
+        "num_attention_heads": config.shape.num_attention_heads,
         "num_query_groups": config.num_query_groups,
-        "kv_channels": require(config.kv_channels),
+        "kv_channels": config.shape.kv_channels,
         "add_qkv_bias": config.add_qkv_bias,
         "qk_layernorm": config.qk_layernorm,
         "attention_dropout": config.attention_dropout,
@@ -58,8 +56,8 @@ def transformer_fields(config: Config) -> dict[str, Any]:
 
 def linear_sites(config: Config, layer: int) -> tuple[LinearSite, ...]:
     """linear_qkv and linear_proj."""
-    hidden, channels = require(config.hidden_size), require(config.kv_channels)
-    heads, groups = require(config.num_attention_heads), config.num_query_groups
+    hidden, channels = config.shape.hidden_size, config.shape.kv_channels
+    heads, groups = config.shape.num_attention_heads, config.num_query_groups
     return (
         LinearSite(layer, "self_attention.linear_qkv", hidden, channels * (heads + 2 * groups), "column"),
         LinearSite(layer, "self_attention.linear_proj", channels * heads, hidden, "row"),
@@ -73,7 +71,7 @@ def sharding(config: Config, site: LinearSite) -> Sharding:
 
 def other_weights(config: Config, layer: int) -> int:
     """Weights of the norms of queries and keys, of one head each."""
-    norm = require(config.kv_channels) * (2 if config.normalization == "LayerNorm" else 1)
+    norm = config.shape.kv_channels * (2 if config.normalization == "LayerNorm" else 1)
     return 2 * norm if config.qk_layernorm else 0
 
 
@@ -84,7 +82,7 @@ def activations(config: Config, runs: Execution | None, layer: int) -> dict[str,
     output is saved in addition to linear_proj's FP8 codes of it, unless both save it in a format of the recipe.
     """
     tokens, width, tensor = tokens_of(config), width_of(config), config.tensor_model_parallel_size
-    heads, channels = require(config.num_attention_heads), require(config.kv_channels)
+    heads, channels = config.shape.num_attention_heads, config.shape.kv_channels
     query = tokens * heads * channels * width / tensor
     key_value = tokens * config.num_query_groups * channels * width / tensor
     turned, grouped = config.position_embedding_type == "rope", config.num_query_groups < heads
@@ -102,7 +100,7 @@ def activations(config: Config, runs: Execution | None, layer: int) -> dict[str,
     if config.qk_layernorm:
         saved["inputs of the norms of queries and keys"] = query + key_value
     if turned and not (runs is not None and runs.fused and plain_rope(config)):  # for queries and keys
-        saved["cosines and sines"] = 4 * require(config.seq_length) * int(channels * config.rotary_percent) * width
+        saved["cosines and sines"] = 4 * config.shape.seq_length * int(channels * config.rotary_percent) * width
     if config.recompute_granularity != "selective":
         saved |= saved_scores(config)
     return saved
@@ -125,7 +123,7 @@ def recomputed_bytes(config: Config) -> float:
 
 def score_channels(config: Config) -> float:
     """Channels of all heads."""
-    return require(config.kv_channels) * require(config.num_attention_heads)
+    return config.shape.kv_channels * config.shape.num_attention_heads
 
 
 def saved_scores(config: Config) -> dict[str, float]:
@@ -138,8 +136,8 @@ def saved_scores(config: Config) -> dict[str, float]:
 def _scores(config: Config) -> float:
     """Bytes of attention probabilities in fp32 and in the compute dtype, and of their dropout mask."""
     mask = 1 if config.attention_dropout else 0
-    return _score_rows(config) * require(config.seq_length) * (4 + width_of(config) + mask)
+    return _score_rows(config) * config.shape.seq_length * (4 + width_of(config) + mask)
 
 
 def _score_rows(config: Config) -> float:
-    return tokens_of(config) * require(config.num_attention_heads) / config.tensor_model_parallel_size
+    return tokens_of(config) * config.shape.num_attention_heads / config.tensor_model_parallel_size

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import LinearSite
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import cached, norm_output, saved_input, tokens_of, width_of
@@ -25,7 +24,7 @@ def resolve(config: Config) -> Config:
     """The options with --ffn-hidden-size filled."""
     if config.swiglu and config.squared_relu:
         raise UserError("--swiglu and --squared-relu are two activations; leave one out")
-    hidden = require(config.hidden_size)
+    hidden = config.sizes.hidden_size
     default = int(4 * hidden * 2 / 3) // 64 * 64 if config.swiglu else 4 * hidden
     return replace(config, ffn_hidden_size=config.ffn_hidden_size or default)
 
@@ -47,7 +46,7 @@ def transformer_fields(config: Config) -> dict[str, Any]:
     from megatron.core.activations import squared_relu
 
     return {
-        "ffn_hidden_size": require(config.ffn_hidden_size),
+        "ffn_hidden_size": config.shape.ffn_hidden_size,
         "gated_linear_unit": config.swiglu,
         "activation_func": F.silu if config.swiglu else squared_relu if config.squared_relu else F.gelu,
         # Megatron-core's fused bias + GELU is the tanh approximation that GPT-2 uses, so CPU and GPU must agree on it.
@@ -63,12 +62,12 @@ def fuses_activation(config: Config) -> bool:
 
 def linear_sites(config: Config, layer: int) -> tuple[LinearSite, ...]:
     """linear_fc1 and linear_fc2."""
-    return mlp_sites(config, layer, "mlp", require(config.ffn_hidden_size))
+    return mlp_sites(config, layer, "mlp", config.shape.ffn_hidden_size)
 
 
 def mlp_sites(config: Config, layer: int, name: str, ffn: int) -> tuple[LinearSite, ...]:
     """linear_fc1 and linear_fc2 of an MLP of that name and width."""
-    hidden, halves = require(config.hidden_size), gates(config)
+    hidden, halves = config.shape.hidden_size, gates(config)
     return (
         LinearSite(layer, f"{name}.linear_fc1", hidden, halves * ffn, "column", gated=halves == 2),
         LinearSite(layer, f"{name}.linear_fc2", ffn, hidden, "row"),
@@ -107,4 +106,4 @@ def swiglu_codes(config: Config, runs: Execution | None, wide: float) -> dict[st
 
 def backward_bytes(config: Config) -> float:
     """Bytes of the widest activation, for all tokens of a microbatch."""
-    return tokens_of(config) * require(config.ffn_hidden_size) * width_of(config) / config.tensor_model_parallel_size
+    return tokens_of(config) * config.shape.ffn_hidden_size * width_of(config) / config.tensor_model_parallel_size

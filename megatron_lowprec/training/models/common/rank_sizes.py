@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.recipe.coverage import ACTIVATION_BLOCK
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 
 if TYPE_CHECKING:
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 def tokens_of(config: Config) -> int:
     """Tokens of a microbatch on one rank, before sequence parallelism splits them."""
-    return require(config.micro_batch_size) * require(config.seq_length) // config.context_parallel_size
+    return config.batch.micro_batch_size * config.shape.seq_length // config.context_parallel_size
 
 
 def width_of(config: Config) -> int:
@@ -35,7 +34,7 @@ def expert_tensor_ranks(config: Config) -> int:
 
 def stream_bytes(config: Config) -> float:
     """Bytes of the residual stream, equal to those of an input of linear_qkv or of the MLP."""
-    return tokens_of(config) * require(config.hidden_size) * width_of(config) / sequence_ranks(config)
+    return tokens_of(config) * config.shape.hidden_size * width_of(config) / sequence_ranks(config)
 
 
 def saved_input(config: Config, runs: Execution | None, layer: int, linear: str, size: float) -> float:

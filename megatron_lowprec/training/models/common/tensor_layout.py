@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.interface import TensorMap
 
@@ -18,16 +17,16 @@ if TYPE_CHECKING:
 
 def split_qkv(config: Config, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Weight [out, in] or bias [out] of linear_qkv -> those of queries, keys and values, heads in order."""
-    groups, channels = config.num_query_groups, require(config.kv_channels)
-    queries = require(config.num_attention_heads) // groups
+    groups, channels = config.num_query_groups, config.shape.kv_channels
+    queries = config.shape.num_attention_heads // groups
     parts = fused.unflatten(0, (groups, queries + 2, channels))
     return parts[:, :queries].flatten(0, 2), parts[:, queries].flatten(0, 1), parts[:, queries + 1].flatten(0, 1)
 
 
 def join_qkv(config: Config, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """The inverse of ``split_qkv``."""
-    groups, channels = config.num_query_groups, require(config.kv_channels)
-    queries = require(config.num_attention_heads) // groups
+    groups, channels = config.num_query_groups, config.shape.kv_channels
+    queries = config.shape.num_attention_heads // groups
     parts = [
         query.unflatten(0, (groups, queries, channels)),
         key.unflatten(0, (groups, 1, channels)),

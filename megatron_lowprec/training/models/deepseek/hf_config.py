@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.hf_options import completed, differing_options
 from megatron_lowprec.training.models.common.rope import plain_base
@@ -112,7 +111,7 @@ def to_config(config: Config) -> dict[str, Any]:
         "qk_rope_head_dim": config.qk_pos_emb_head_dim,
         "v_head_dim": config.v_head_dim,
         "n_routed_experts": config.num_experts,
-        "n_shared_experts": require(config.moe_shared_expert_intermediate_size) // require(config.moe_ffn_hidden_size),
+        "n_shared_experts": (config.moe_shared_expert_intermediate_size or 0) // config.experts.moe_ffn_hidden_size,
         "num_experts_per_tok": config.moe_router_topk,
         "n_group": config.moe_router_num_groups or 1,
         "topk_group": config.moe_router_group_topk or 1,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.interface import TensorMap
 from megatron_lowprec.training.models.common.tensor_layout import gated_mlp_maps
@@ -32,7 +31,7 @@ def tensor_maps(config: Config) -> Iterator[TensorMap]:
     """Every weight and balancing bias once, except the output layer's."""
     yield TensorMap("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
     absent = ("linear_q_proj",) if config.q_lora_rank else _OF_QUERY_LATENT
-    for layer in range(require(config.num_layers)):
+    for layer in range(config.shape.num_layers):
         theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
         yield TensorMap(f"{ours}.input_layernorm.weight", (f"{theirs}.input_layernorm.weight",))
         yield TensorMap(f"{ours}.pre_mlp_layernorm.weight", (f"{theirs}.post_attention_layernorm.weight",))
@@ -46,6 +45,6 @@ def tensor_maps(config: Config) -> Iterator[TensorMap]:
         bias = f"{theirs}.mlp.gate.e_score_correction_bias"
         yield TensorMap(f"{ours}.mlp.router.expert_bias", (bias,), keeps_dtype=True)  # fp32: its steps are small
         yield from gated_mlp_maps(f"{ours}.mlp.shared_experts", f"{theirs}.mlp.shared_experts")
-        for expert in range(require(config.num_experts)):
+        for expert in range(config.experts.num_experts):
             yield from gated_mlp_maps(f"{ours}.mlp.experts.local_experts.{expert}", f"{theirs}.mlp.experts.{expert}")
     yield TensorMap("decoder.final_layernorm.weight", ("model.norm.weight",))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import LinearSite
-from megatron_lowprec.training.config.fields import check_divisible, require
+from megatron_lowprec.training.config.fields import check_divisible
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common import attention
 from megatron_lowprec.training.models.common.interface import Sharding
@@ -24,8 +24,8 @@ recomputed_bytes = attention.recomputed_bytes
 
 def resolve(config: Config) -> Config:
     """The options with --kv-channels and --num-query-groups filled, which Megatron-core reads."""
-    check_divisible("--qk-pos-emb-head-dim", require(config.qk_pos_emb_head_dim), "the pairs of rope,", 2)
-    return replace(config, kv_channels=config.v_head_dim, num_query_groups=require(config.num_attention_heads))
+    check_divisible("--qk-pos-emb-head-dim", config.latent.qk_pos_emb_head_dim, "the pairs of rope,", 2)
+    return replace(config, kv_channels=config.v_head_dim, num_query_groups=config.sizes.num_attention_heads)
 
 
 def check_parallelism(config: Config, data_parallel_size: int) -> None:
@@ -35,11 +35,9 @@ def check_parallelism(config: Config, data_parallel_size: int) -> None:
         raise UserError(
             f"--multi-latent-attention with --tensor-model-parallel-size {tensor} needs --sequence-parallel; add it"
         )
-    check_divisible(
-        "--num-attention-heads", require(config.num_attention_heads), "--tensor-model-parallel-size", tensor
-    )
+    check_divisible("--num-attention-heads", config.shape.num_attention_heads, "--tensor-model-parallel-size", tensor)
     check_divisible("--q-lora-rank", config.q_lora_rank or 0, "--tensor-model-parallel-size", tensor)
-    latent = require(config.kv_lora_rank) + require(config.qk_pos_emb_head_dim)
+    latent = config.latent.kv_lora_rank + config.latent.qk_pos_emb_head_dim
     check_divisible("--kv-lora-rank + --qk-pos-emb-head-dim", latent, "--tensor-model-parallel-size", tensor)
 
 
@@ -47,10 +45,10 @@ def transformer_fields(config: Config) -> dict[str, Any]:
     """Fields of Megatron-core's MLATransformerConfig."""
     return attention.transformer_fields(config) | {
         "q_lora_rank": config.q_lora_rank,
-        "kv_lora_rank": require(config.kv_lora_rank),
-        "qk_head_dim": require(config.qk_head_dim),
-        "qk_pos_emb_head_dim": require(config.qk_pos_emb_head_dim),
-        "v_head_dim": require(config.v_head_dim),
+        "kv_lora_rank": config.latent.kv_lora_rank,
+        "qk_head_dim": config.latent.qk_head_dim,
+        "qk_pos_emb_head_dim": config.latent.qk_pos_emb_head_dim,
+        "v_head_dim": config.latent.v_head_dim,
         "rope_type": "rope",
         "rotary_base": config.rotary_base,
         # of YaRN: the scale of the scores has a factor for it
@@ -60,9 +58,9 @@ def transformer_fields(config: Config) -> dict[str, Any]:
 
 def linear_sites(config: Config, layer: int) -> tuple[LinearSite, ...]:
     """Projections down to the latents, up to the heads, and linear_proj."""
-    hidden, heads = require(config.hidden_size), require(config.num_attention_heads)
-    latent, turned = require(config.kv_lora_rank), require(config.qk_pos_emb_head_dim)
-    channels, values = require(config.qk_head_dim), require(config.v_head_dim)
+    hidden, heads = config.shape.hidden_size, config.shape.num_attention_heads
+    latent, turned = config.latent.kv_lora_rank, config.latent.qk_pos_emb_head_dim
+    channels, values = config.latent.qk_head_dim, config.latent.v_head_dim
     query = heads * (channels + turned)
     sizes = {
         "linear_kv_down_proj": (hidden, latent + turned),
@@ -90,25 +88,25 @@ def sharding(config: Config, site: LinearSite) -> Sharding:
 
 def other_weights(config: Config, layer: int) -> int:
     """Weights of the latents' norms."""
-    latents = (config.q_lora_rank or 0) + require(config.kv_lora_rank)
+    latents = (config.q_lora_rank or 0) + config.latent.kv_lora_rank
     return latents * (2 if config.normalization == "LayerNorm" else 1) if config.qk_layernorm else 0
 
 
 def activations(config: Config, runs: Execution | None, layer: int) -> dict[str, float]:
     """Bytes saved for backward; each latent before and after its norm, whole on each rank before it is split again."""
     tokens, width, tensor = tokens_of(config), width_of(config), config.tensor_model_parallel_size
-    heads, latent = require(config.num_attention_heads), require(config.kv_lora_rank)
-    channels = require(config.qk_head_dim) + require(config.qk_pos_emb_head_dim)
+    heads, latent = config.shape.num_attention_heads, config.latent.kv_lora_rank
+    channels = config.latent.qk_head_dim + config.latent.qk_pos_emb_head_dim
     latents = (config.q_lora_rank or 0) + latent
-    output = tokens * heads * require(config.v_head_dim) / tensor
+    output = tokens * heads * config.latent.v_head_dim / tensor
     token = tokens * width / sequence_ranks(config)
     saved = {
         "input of the projections down": stream_bytes(config),
-        "latents": token * (latents + require(config.qk_pos_emb_head_dim)),
+        "latents": token * (latents + config.latent.qk_pos_emb_head_dim),
         "queries and keys": 2 * tokens * heads * channels * width / tensor,
         "values": output * width,
         **(attention.output_codes(runs, output) or {"input of linear_proj (output of attention)": output * width}),
-        "cosines and sines": 4 * require(config.seq_length) * require(config.qk_pos_emb_head_dim) * width,
+        "cosines and sines": 4 * config.shape.seq_length * config.latent.qk_pos_emb_head_dim * width,
     }
     if config.qk_layernorm:
         saved["inputs of the projections up"] = token * latents
@@ -119,5 +117,5 @@ def activations(config: Config, runs: Execution | None, layer: int) -> dict[str,
 
 def score_channels(config: Config) -> float:
     """Mean of the channels of a query and of a value, over all heads."""
-    query = require(config.qk_head_dim) + require(config.qk_pos_emb_head_dim)
-    return require(config.num_attention_heads) * (query + require(config.v_head_dim)) / 2
+    query = config.latent.qk_head_dim + config.latent.qk_pos_emb_head_dim
+    return config.shape.num_attention_heads * (query + config.latent.v_head_dim) / 2

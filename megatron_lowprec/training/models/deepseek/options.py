@@ -25,3 +25,13 @@ class LatentAttentionOptions(Group):
     qk_head_dim: int | None = arg(None, "channels of a head's queries and keys without positions", required=True)
     qk_pos_emb_head_dim: int | None = arg(None, "channels of a head's queries and keys that rope turns", required=True)
     v_head_dim: int | None = arg(None, "channels of a head's values", required=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(LatentAttentionOptions):
+    """Latent attention with its sizes."""
+
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.hf_options import completed, differing_options
 
@@ -53,7 +52,7 @@ ALIASES: Mapping[str, str] = {
 def differing(config: Config) -> list[str]:
     """Options that GPT-2 does not support; its heads split the hidden size."""
     found = differing_options(config, OPTIONS)
-    if config.kv_channels != require(config.hidden_size) // require(config.num_attention_heads):
+    if config.kv_channels != config.shape.hidden_size // config.shape.num_attention_heads:
         found.append(f"--kv-channels {config.kv_channels}")
     return found
 

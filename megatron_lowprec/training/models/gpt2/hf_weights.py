@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.interface import TensorMap
 from megatron_lowprec.training.models.common.tensor_layout import concatenate, join_qkv, split_qkv, transpose
@@ -28,7 +27,7 @@ def tensor_maps(config: Config) -> Iterator[TensorMap]:
     yield TensorMap("embedding.word_embeddings.weight", ("transformer.wte.weight",))
     yield TensorMap("embedding.position_embeddings.weight", ("transformer.wpe.weight",))
     for part in ("weight", "bias"):
-        for layer in range(require(config.num_layers)):
+        for layer in range(config.shape.num_layers):
             theirs, ours = f"transformer.h.{layer}", f"decoder.layers.{layer}"
             yield TensorMap(f"{ours}.input_layernorm.{part}", (f"{theirs}.ln_1.{part}",))
             yield TensorMap(f"{ours}.pre_mlp_layernorm.{part}", (f"{theirs}.ln_2.{part}",))

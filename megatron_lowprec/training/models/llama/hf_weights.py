@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.interface import TensorMap
 from megatron_lowprec.training.models.common.tensor_layout import gated_mlp_maps, join_qkv, split_qkv
@@ -23,7 +22,7 @@ def tensor_maps(config: Config) -> Iterator[TensorMap]:
 def maps_with_mlp(config: Config, mlp_maps: Callable[[str, str], Iterable[TensorMap]]) -> Iterator[TensorMap]:
     """As ``tensor_maps``; ``mlp_maps`` has those of a layer's MLP, from the names of the layer here and there."""
     yield TensorMap("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
-    for layer in range(require(config.num_layers)):
+    for layer in range(config.shape.num_layers):
         theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
         yield TensorMap(f"{ours}.input_layernorm.weight", (f"{theirs}.input_layernorm.weight",))
         yield TensorMap(f"{ours}.pre_mlp_layernorm.weight", (f"{theirs}.post_attention_layernorm.weight",))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.interface import TensorMap
 from megatron_lowprec.training.models.common.tensor_layout import gated_mlp_maps
@@ -19,7 +18,7 @@ def tensor_maps(config: Config) -> Iterator[TensorMap]:
     def experts(ours: str, theirs: str) -> Iterator[TensorMap]:
         block = f"{theirs}.block_sparse_moe"
         yield TensorMap(f"{ours}.mlp.router.weight", (f"{block}.gate.weight",))
-        for expert in range(require(config.num_experts)):
+        for expert in range(config.experts.num_experts):
             here, there = f"{ours}.mlp.experts.local_experts.{expert}", f"{block}.experts.{expert}"
             yield from gated_mlp_maps(here, there, ("w1", "w3", "w2"))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 
 _TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
@@ -17,7 +16,7 @@ def layers_with_experts(config: Config) -> list[bool]:
     Raises:
         UserError: the option is neither a number nor a pattern, or the pattern has another number of layers.
     """
-    asked, layers = config.moe_layer_freq.replace(" ", ""), require(config.num_layers)
+    asked, layers = config.moe_layer_freq.replace(" ", ""), config.sizes.num_layers
     if asked.isdecimal() and int(asked) > 0:
         return [layer % int(asked) == 0 for layer in range(layers)]
     terms = [_TERM.fullmatch(term) for term in asked.removeprefix("(").removesuffix(")").split("+")]

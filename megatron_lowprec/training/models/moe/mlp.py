@@ -12,7 +12,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.recipe.fp8_dispatch import scales_of_token
 from megatron_lowprec.training.config.arguments import flag
-from megatron_lowprec.training.config.fields import check_divisible, require
+from megatron_lowprec.training.config.fields import check_divisible
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common import mlp
 from megatron_lowprec.training.models.common.interface import Sharding
@@ -27,7 +27,9 @@ _EXPERTS, _SHARED = "mlp.experts", "mlp.shared_experts"
 
 def resolve(config: Config) -> Config:
     """The options with --ffn-hidden-size filled, and --moe-ffn-hidden-size, which defaults to it."""
-    experts = require(config.num_experts)
+    config = mlp.resolve(config)
+    config = replace(config, moe_ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size)
+    experts = config.experts.num_experts
     if config.moe_router_topk > experts:
         raise UserError(f"--moe-router-topk {config.moe_router_topk} is more than --num-experts {experts}; lower it")
     if not any(layers_with_experts(config)):
@@ -36,12 +38,7 @@ def resolve(config: Config) -> Config:
         raise UserError("shared experts have no biases; add --disable-bias-linear")
     _check_router(config)
     _check_dispatch(config)
-    config = mlp.resolve(config)
-    return replace(
-        config,
-        moe_ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
-        moe_layer_freq=canonical_pattern(config),
-    )
+    return replace(config, moe_layer_freq=canonical_pattern(config))
 
 
 def _check_router(config: Config) -> None:
@@ -59,9 +56,9 @@ def _check_router(config: Config) -> None:
     if (groups is None) != (chosen is None):
         raise UserError("--moe-router-num-groups and --moe-router-group-topk belong together; give both or neither")
     if groups is not None and chosen is not None:
-        check_divisible("--num-experts", require(config.num_experts), "--moe-router-num-groups", groups)
+        check_divisible("--num-experts", config.experts.num_experts, "--moe-router-num-groups", groups)
         check_divisible("--moe-router-topk", config.moe_router_topk, "--moe-router-group-topk", chosen)
-        a_group, wanted = require(config.num_experts) // groups, config.moe_router_topk // chosen
+        a_group, wanted = config.experts.num_experts // groups, config.moe_router_topk // chosen
         if a_group < wanted:
             raise UserError(
                 f"--moe-router-topk {config.moe_router_topk} ranks groups by their best {wanted} scores, and each of "
@@ -86,7 +83,7 @@ def _check_dispatch(config: Config) -> None:
 def check_parallelism(config: Config, data_parallel_size: int) -> None:
     """Reject an expert-parallel size that does not divide experts and ranks, and layouts that Megatron-core lacks."""
     tensor, expert = config.tensor_model_parallel_size, config.expert_model_parallel_size
-    check_divisible("--num-experts", require(config.num_experts), "--expert-model-parallel-size", expert)
+    check_divisible("--num-experts", config.experts.num_experts, "--expert-model-parallel-size", expert)
     check_divisible("the data-parallel size", data_parallel_size, "--expert-model-parallel-size", expert)
     given, sharing = config.expert_tensor_parallel_size, expert_tensor_ranks(config)
     if given not in (None, sharing):
@@ -153,7 +150,7 @@ def linear_sites(config: Config, layer: int) -> tuple[LinearSite, ...]:
     """linear_fc1 and linear_fc2 of one expert, and of the shared experts; of a dense layer its own."""
     if not has_experts(config, layer):
         return mlp.linear_sites(config, layer)
-    sites = mlp.mlp_sites(config, layer, _EXPERTS, require(config.moe_ffn_hidden_size))
+    sites = mlp.mlp_sites(config, layer, _EXPERTS, config.experts.moe_ffn_hidden_size)
     if config.moe_shared_expert_intermediate_size:
         sites += mlp.mlp_sites(config, layer, _SHARED, config.moe_shared_expert_intermediate_size)
     return sites
@@ -163,7 +160,7 @@ def sharding(config: Config, site: LinearSite) -> Sharding:
     """Copies are experts; tensor-parallel ranks shard each one, unless experts are spread over ranks."""
     if not site.name.startswith(f"{_EXPERTS}."):
         return mlp.sharding(config, site)
-    experts = require(config.num_experts)
+    experts = config.experts.num_experts
     return Sharding(
         tensor_ranks=expert_tensor_ranks(config),
         copies=experts,
@@ -175,7 +172,7 @@ def sharding(config: Config, site: LinearSite) -> Sharding:
 
 def other_weights(config: Config, layer: int) -> int:
     """Weights of the router."""
-    return require(config.num_experts) * require(config.hidden_size) if has_experts(config, layer) else 0
+    return config.experts.num_experts * config.shape.hidden_size if has_experts(config, layer) else 0
 
 
 def activations(config: Config, runs: Execution | None, layer: int) -> dict[str, float]:
@@ -185,7 +182,7 @@ def activations(config: Config, runs: Execution | None, layer: int) -> dict[str,
     tensor = expert_tensor_ranks(config)
     # Ranks that shard each expert see the same tokens; else each rank sees its part of the sequence.
     tokens = tokens_of(config) * config.moe_router_topk / (config.tensor_model_parallel_size // tensor)
-    width, ffn = width_of(config), require(config.moe_ffn_hidden_size) / tensor
+    width, ffn = width_of(config), config.experts.moe_ffn_hidden_size / tensor
     saved = {
         "input of the MLP": stream_bytes(config),
         "inputs of the experts": tokens * _bytes_of_input(config, runs, layer),
@@ -197,7 +194,7 @@ def activations(config: Config, runs: Execution | None, layer: int) -> dict[str,
             }
         ),
         # Softmax and choice of the router, and the token permutation: int64 indices and fp32 probabilities.
-        "routing": tokens * (3 * 8 + 4) + tokens_of(config) * require(config.num_experts) * (4 + width + 1),
+        "routing": tokens * (3 * 8 + 4) + tokens_of(config) * config.experts.num_experts * (4 + width + 1),
     }
     if not config.swiglu:  # the multiplication by the router's probability is not fused
         saved["activation before the router's probability"] = tokens * ffn * width
@@ -210,7 +207,7 @@ def activations(config: Config, runs: Execution | None, layer: int) -> dict[str,
 
 def _bytes_of_input(config: Config, runs: Execution | None, layer: int) -> float:
     """Bytes of a token as an expert saves it; --moe-fp8-dispatch leaves it as the codes and scales that arrived."""
-    hidden, width = require(config.hidden_size), width_of(config)
+    hidden, width = config.shape.hidden_size, width_of(config)
     spec = None if runs is None else runs.linear(config, layer, f"{_EXPERTS}.linear_fc1").fprop.input
     if spec is None or not config.moe_fp8_dispatch:
         return hidden * width
@@ -221,12 +218,12 @@ def _bytes_of_input(config: Config, runs: Execution | None, layer: int) -> float
 
 def backward_bytes(config: Config) -> float:
     """Bytes of the widest activation under a balanced load: of an expert, of all here if grouped, or of others."""
-    share = config.moe_router_topk / require(config.num_experts) * config.expert_model_parallel_size
+    share = config.moe_router_topk / config.experts.num_experts * config.expert_model_parallel_size
     if config.moe_grouped_gemm:
-        share *= require(config.num_experts) // config.expert_model_parallel_size
-    ffn = require(config.moe_ffn_hidden_size) * share / expert_tensor_ranks(config)
+        share *= config.experts.num_experts // config.expert_model_parallel_size
+    ffn = config.experts.moe_ffn_hidden_size * share / expert_tensor_ranks(config)
     tensor = config.tensor_model_parallel_size
     others = [ffn, (config.moe_shared_expert_intermediate_size or 0) / tensor]
     if not all(layers_with_experts(config)):
-        others.append(require(config.ffn_hidden_size) / tensor)
+        others.append(config.shape.ffn_hidden_size / tensor)
     return tokens_of(config) * max(others) * width_of(config)

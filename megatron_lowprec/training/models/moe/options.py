@@ -84,3 +84,11 @@ class MoeOptions(Group):
         "needs --expert-model-parallel-size above 1 and block or row scales (fp8_blockwise, fp8_rowwise, mxfp8)",
         needs="moe_token_dispatcher_type=alltoall !no_lowprec_linears transformer_impl=local",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts(MoeOptions):
+    """A mixture of experts with its sizes."""
+
+    num_experts: int
+    moe_ffn_hidden_size: int

@@ -221,7 +221,7 @@ def _planned(run: Run) -> Schedule | None:
         config = config_of({name: value for name, value in run.options.items() if name in KINDS})
         if config.lr is None or config.global_batch_size is None:
             return None
-        return plan(config, int(run.planned_samples))[0]
+        return plan(config, config.global_batch_size, int(run.planned_samples))[0]
     except UserError:
         return None
 

@@ -67,7 +67,7 @@ def _of_size(sweep: Sweep) -> list[Budget]:
             size=sweep.size,
             model=job.model,
             parameters=num_parameters(config, vocabulary),
-            tokens=job.train_iters * config.batch.global_batch_size * job.seq_length,
+            tokens=job.train_iters * config.steps.global_batch_size * job.seq_length,
             variant=job.variant,
             recipes=recipes,
             alone=len(jobs) == 1,

@@ -214,7 +214,7 @@ def _job(
         processes=processes,
         arguments=tuple(arguments),
         resolved=_resolved(config, loaded, processes),
-        train_iters=run.iterations,
+        train_iters=run.steps.iterations,
         seq_length=run.shape.seq_length,
     )
 

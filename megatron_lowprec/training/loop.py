@@ -69,7 +69,7 @@ def train(run: Run) -> Stop | None:
     The reason is an error as well if the run ends with weights that are not finite, or with skipped iterations.
     """
     config, progress = run.config, run.progress
-    train_iters = config.iterations
+    train_iters = config.steps.iterations
     if progress.iteration >= train_iters:
         run.log.say(
             f"nothing to train: the checkpoint is at iteration {progress.iteration} of --train-iters {train_iters}"
@@ -98,7 +98,7 @@ def _iterate(run: Run, profiler: Profiler, bad_steps: BadSteps) -> tuple[Stop | 
     weights are finite.
     """
     config, progress = run.config, run.progress
-    train_iters = config.iterations
+    train_iters = config.steps.iterations
     batches = _train_batches(run) if progress.iteration < train_iters else []
     saved_at, finite = progress.iteration, True
     check = NativeCheck(config, run.device, run.log.say, run.record.native_check)

@@ -8,6 +8,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.fields import check_divisible
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.options.parts import Steps
 
 
 def check_rampup(config: Config, step: int) -> None:
@@ -26,7 +27,7 @@ def check_rampup(config: Config, step: int) -> None:
     if len(ramp) != 3 or min(ramp) < 1:
         raise UserError(f"--rampup-batch-size wants START INCREMENT SAMPLES, found {' '.join(map(str, ramp))}")
     start, increment, _ = ramp
-    batch = config.batch.global_batch_size
+    batch = config.steps.global_batch_size
     check_divisible("--rampup-batch-size's START", start, "micro-batch x data-parallel size", step)
     check_divisible("--rampup-batch-size's INCREMENT", increment, "micro-batch x data-parallel size", step)
     if batch <= start:
@@ -38,7 +39,7 @@ def check_rampup(config: Config, step: int) -> None:
             by_samples = name.replace("_iters", "_samples")
             raise UserError(
                 f"--rampup-batch-size with {flag(name)} {count}: iterations of a ramp differ in size; give "
-                f"{flag(by_samples)} instead, {samples_of(config, count)} for {count} iterations"
+                f"{flag(by_samples)} instead, {samples_of(config.steps, count)} for {count} iterations"
             )
 
 
@@ -74,21 +75,21 @@ def ramp_sizes(ramp: Sequence[int] | None, batch: int) -> dict[int, int]:
     return sizes
 
 
-def samples_of(config: Config, iterations: int) -> int:
+def samples_of(steps: Steps, iterations: int) -> int:
     """Samples of the first ``iterations`` iterations."""
-    ends = _ramp_ends(config)[:iterations]
-    return max(ends, default=0) + (iterations - len(ends)) * config.batch.global_batch_size
+    ends = _ramp_ends(steps)[:iterations]
+    return max(ends, default=0) + (iterations - len(ends)) * steps.global_batch_size
 
 
-def nearest_end(config: Config, samples: float) -> int:
+def nearest_end(steps: Steps, samples: float) -> int:
     """The end of an iteration nearest to a number of samples, in samples; 0 counts as an end."""
-    ends, batch = [0, *_ramp_ends(config)], config.batch.global_batch_size
+    ends, batch = [0, *_ramp_ends(steps)], steps.global_batch_size
     if samples < ends[-1]:
         return min(ends, key=lambda end: abs(end - samples))
     return ends[-1] + round((samples - ends[-1]) / batch) * batch
 
 
-def run_length(config: Config, done: int = 0, consumed: int = 0) -> tuple[int, int]:
+def run_length(steps: Steps, done: int = 0, consumed: int = 0) -> tuple[int, int]:
     """Iterations of the whole run and their samples; --train-samples is rounded to whole iterations.
 
     Args:
@@ -97,23 +98,23 @@ def run_length(config: Config, done: int = 0, consumed: int = 0) -> tuple[int, i
     Raises:
         UserError: less than one iteration.
     """
-    batch = config.batch.global_batch_size
-    if config.train_samples is None:
-        iterations = config.iterations
+    batch = steps.global_batch_size
+    if steps.train_samples is None:
+        iterations = steps.iterations
         return iterations, consumed + max(0, iterations - done) * batch
-    for end in _ramp_ends(config, consumed):
-        if end <= config.train_samples:
+    for end in _ramp_ends(steps, consumed):
+        if end <= steps.train_samples:
             done, consumed = done + 1, end
-    whole = max(0, config.train_samples - consumed) // batch
+    whole = max(0, steps.train_samples - consumed) // batch
     if done + whole < 1:
-        raise UserError(f"--train-samples {config.train_samples} is less than one global batch of {batch}")
+        raise UserError(f"--train-samples {steps.train_samples} is less than one global batch of {batch}")
     return done + whole, consumed + whole * batch
 
 
-def _ramp_ends(config: Config, consumed: int = 0) -> list[int]:
+def _ramp_ends(steps: Steps, consumed: int = 0) -> list[int]:
     """Samples consumed after each iteration of the ramp, from ``consumed`` on; empty without a ramp."""
-    ramp, ends = config.rampup_batch_size, list[int]()
+    ramp, ends = steps.rampup_batch_size, list[int]()
     while ramp is not None and consumed <= ramp[2]:
-        consumed += batch_size_at(ramp, config.batch.global_batch_size, consumed)
+        consumed += batch_size_at(ramp, steps.global_batch_size, consumed)
         ends.append(consumed)
     return ends

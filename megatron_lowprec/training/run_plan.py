@@ -11,7 +11,7 @@ from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths
 from megatron_lowprec.training.config.phase_options import continued_phases, with_steps
-from megatron_lowprec.training.config.resolve import layout_of, total_samples
+from megatron_lowprec.training.config.resolve import layout_of
 from megatron_lowprec.training.distributed.startup import Ranks, versions
 from megatron_lowprec.training.memory import report as memory_report
 from megatron_lowprec.training.memory.plan import MemoryPlan
@@ -77,9 +77,9 @@ def plan_run(
             config, needed, more = memory_report.eager_if_close(config, needed, gpu, plan_of)
             notes = notes + more
         notes = notes + memory_report.check(needed, gpu)
-    schedule, later_notes = schedules.plan(config, total_samples(config))
+    schedule, later_notes = schedules.plan(config, config.steps.global_batch_size, config.steps.samples)
     later_notes += found_notes
-    _, samples = run_length(config)
+    _, samples = run_length(config.steps)
     past: dict[str, Any] = {}
     start = saved_state.start_of(asdict(config))
     if found is not None:
@@ -97,7 +97,7 @@ def plan_run(
             past["earlier_recipes"] = changes.earlier_recipes(found, recipe)
             # Earlier iterations may have had another batch size.
             behind = found.progress
-            iterations, samples = run_length(config, behind["iteration"], behind["consumed_samples"])
+            iterations, samples = run_length(config.steps, behind["iteration"], behind["consumed_samples"])
             config = replace(config, train_iters=iterations)
             config, more = continued_phases(config, recipe, found.content["options"], found.recipe, given)
             later_notes += [*more, *changes.option_notes(found, config)]

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.options.optimizer_options import OptimizerOptions
 
 _DEFAULT = vars(Config())
 
@@ -43,19 +44,18 @@ class Schedule:
         return Schedule(**{f.name: values[f.name] for f in fields(Schedule)})
 
 
-def plan(config: Config, total_samples: int) -> tuple[Schedule, list[str]]:
+def plan(options: OptimizerOptions, batch: int, total_samples: int) -> tuple[Schedule, list[str]]:
     """The schedule of the options, with a note if the warm-up had to be shortened.
 
     The horizon is --lr-decay-iters or --lr-decay-samples, by default the whole run. Weight decay grows over the whole
     run, as in Megatron-LM. A warm-up that does not fit is cut to half of the horizon.
     """
-    assert config.lr is not None, "resolve() has not run"
-    batch = config.batch.global_batch_size
-    decay = config.lr_decay_samples or (config.lr_decay_iters or 0) * batch or total_samples
-    if config.lr_warmup_fraction is not None:
-        warmup = int(config.lr_warmup_fraction * decay)
+    assert options.lr is not None, "resolve() has not run"
+    decay = options.lr_decay_samples or (options.lr_decay_iters or 0) * batch or total_samples
+    if options.lr_warmup_fraction is not None:
+        warmup = int(options.lr_warmup_fraction * decay)
     else:
-        warmup = config.lr_warmup_samples or config.lr_warmup_iters * batch
+        warmup = options.lr_warmup_samples or options.lr_warmup_iters * batch
     notes = []
     if warmup >= decay:
         shorter = decay // batch // 2 * batch
@@ -63,29 +63,29 @@ def plan(config: Config, total_samples: int) -> tuple[Schedule, list[str]]:
             f"the warm-up of {warmup} samples does not fit into the schedule's {decay}: shortened to {shorter} samples"
         )
         warmup = shorter
-    if config.weight_decay_incr_style != "constant" and None in (config.start_weight_decay, config.end_weight_decay):
+    if options.weight_decay_incr_style != "constant" and None in (options.start_weight_decay, options.end_weight_decay):
         raise UserError(
-            f"--weight-decay-incr-style {config.weight_decay_incr_style} needs both ends: "
+            f"--weight-decay-incr-style {options.weight_decay_incr_style} needs both ends: "
             "give --start-weight-decay and --end-weight-decay"
         )
     wsd = None
-    if config.lr_decay_style == "WSD":
-        if config.lr_wsd_decay_iters is None:
+    if options.lr_decay_style == "WSD":
+        if options.lr_wsd_decay_iters is None:
             raise UserError("--lr-decay-style WSD needs --lr-wsd-decay-iters, the length of its last phase")
-        wsd = min(config.lr_wsd_decay_iters * batch, decay)
-    constant = config.weight_decay_incr_style == "constant"
+        wsd = min(options.lr_wsd_decay_iters * batch, decay)
+    constant = options.weight_decay_incr_style == "constant"
     schedule = Schedule(
-        max_lr=config.lr,
-        min_lr=config.min_lr,
-        init_lr=config.lr_warmup_init,
+        max_lr=options.lr,
+        min_lr=options.min_lr,
+        init_lr=options.lr_warmup_init,
         warmup_samples=warmup,
         decay_samples=decay,
-        decay_style=config.lr_decay_style,
+        decay_style=options.lr_decay_style,
         wsd_decay_samples=wsd,
-        wsd_decay_style=config.lr_wsd_decay_style,
-        start_weight_decay=config.weight_decay if constant else config.start_weight_decay or 0.0,
-        end_weight_decay=config.weight_decay if constant else config.end_weight_decay or 0.0,
-        weight_decay_incr_style=config.weight_decay_incr_style,
+        wsd_decay_style=options.lr_wsd_decay_style,
+        start_weight_decay=options.weight_decay if constant else options.start_weight_decay or 0.0,
+        end_weight_decay=options.weight_decay if constant else options.end_weight_decay or 0.0,
+        weight_decay_incr_style=options.weight_decay_incr_style,
         weight_decay_incr_samples=None if constant else total_samples,
     )
     return schedule, notes

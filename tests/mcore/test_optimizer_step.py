@@ -27,7 +27,7 @@ from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.training import model, schedule
 from megatron_lowprec.training.config.arguments import parse
-from megatron_lowprec.training.config.resolve import resolve_model, resolve_run, total_samples
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.model import Trainer
 from tests.environment import PLACE_IN_LAUNCH
@@ -61,7 +61,12 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
             startup.initialize(config, ranks)
         torch.manual_seed(1)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        trainer = model.build(config, get_recipe(recipe), schedule.plan(config, total_samples(config))[0], 256)
+        trainer = model.build(
+            config,
+            get_recipe(recipe),
+            schedule.plan(config, config.steps.global_batch_size, config.steps.samples)[0],
+            256,
+        )
         generator = torch.Generator().manual_seed(3)
         for chunk in trainer.chunks:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:

@@ -101,7 +101,7 @@ def record_schedule(folder: Path, **changes: Any) -> Path:
     content = yaml.safe_load(path.read_text())
     config = Config(**content["options"])
     samples = content["options"]["train_iters"] * content["options"]["global_batch_size"]
-    content["schedule"] = asdict(plan(config, samples)[0]) | changes
+    content["schedule"] = asdict(plan(config, content["options"]["global_batch_size"], samples)[0]) | changes
     path.write_text(yaml.safe_dump(content))
     return folder
 

@@ -63,12 +63,21 @@ def test_the_table_of_sizes_is_the_rule(ramp: list[int], batch: int) -> None:
 
 def test_lengths_and_ends_of_iterations() -> None:
     config = resolved(**RAMP)
-    assert (config.train_iters, run_length(config)) == (6, (6, 26))
-    assert [samples_of(config, count) for count in range(1, 7)] == [2, 4, 8, 14, 20, 26]
-    assert [nearest_end(config, samples) for samples in (0.9, 3, 5, 7, 12, 16, 18, 24)] == [0, 2, 4, 8, 14, 14, 20, 26]
+    assert (config.train_iters, run_length(config.steps)) == (6, (6, 26))
+    assert [samples_of(config.steps, count) for count in range(1, 7)] == [2, 4, 8, 14, 20, 26]
+    assert [nearest_end(config.steps, samples) for samples in (0.9, 3, 5, 7, 12, 16, 18, 24)] == [
+        0,
+        2,
+        4,
+        8,
+        14,
+        14,
+        20,
+        26,
+    ]
     # continued after 4 samples without the ramp
-    assert run_length(replace(config, rampup_batch_size=None), done=2, consumed=4) == (6, 28)
-    assert run_length(resolved(train_iters=5), done=2, consumed=40) == (5, 52)
+    assert run_length(replace(config, rampup_batch_size=None).steps, done=2, consumed=4) == (6, 28)
+    assert run_length(resolved(train_iters=5).steps, done=2, consumed=40) == (5, 52)
 
 
 def test_a_change_of_blend_is_at_the_end_of_an_iteration() -> None:

@@ -11,14 +11,14 @@ import torch
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import model
 from megatron_lowprec.training.config.arguments import parse
-from megatron_lowprec.training.config.resolve import resolve_model, resolve_run, total_samples
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.schedule import Schedule, continued, plan
 from tests.training.helpers import argv
 
 
 def planned(**changes: Any) -> tuple[Schedule, list[str]]:
     config = resolve_run(resolve_model(parse(argv(**changes))[0]), 1, gpus=False)
-    return plan(config, total_samples(config))
+    return plan(config, config.steps.global_batch_size, config.steps.samples)
 
 
 def test_horizon_defaults_to_the_run_and_is_counted_in_samples() -> None:

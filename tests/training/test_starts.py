@@ -22,13 +22,14 @@ from megatron_lowprec.training.checkpoint import loader, resume
 from megatron_lowprec.training.checkpoint.checkpoint import Progress
 from megatron_lowprec.training.checkpoint.resume import Saved
 from megatron_lowprec.training.config.arguments import parse
-from megatron_lowprec.training.config.options import GROUPS, Config
+from megatron_lowprec.training.config.options import GROUPS, Config, options_in
 from megatron_lowprec.training.config.paths import run_paths
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.convert.hf_config import to_hf_config
 from megatron_lowprec.training.data.tokenizer import tokenizer_of
 from megatron_lowprec.training.distributed.startup import Ranks
 from megatron_lowprec.training.models.architectures import architecture_of
+from megatron_lowprec.training.options.declaration import Part
 from megatron_lowprec.training.run_plan import RunPlan, plan_run
 from tests.training.conftest import Drive, driving
 from tests.training.helpers import argv, losses
@@ -214,8 +215,8 @@ def test_every_shipped_configuration_is_taken_by_the_tools(
     # evaluate, and export: the model, on one process
     opened = loader.reopen(saved, 1, gpus=False)
     assert opened.recipe == plan.recipe
-    model = architecture_of(plan.config)
-    names = [*model.shape_options, *model.function_options, "hidden_size", "seq_length", "num_layers", "bf16"]
+    of_model = options_in(Part.SHAPE, Part.FUNCTION, groups=architecture_of(plan.config).options)
+    names = [*of_model, "hidden_size", "seq_length", "num_layers", "bf16"]
     assert [getattr(opened.config, option) for option in names] == [getattr(plan.config, option) for option in names]
     tokenizer = tokenizer_of(opened.config)
     if name in NO_HUGGING_FACE:
@@ -256,7 +257,7 @@ def test_options_of_a_run_are_no_part_of_its_model() -> None:
     config = Config()
     for option in fields(Config):
         changed = replace(config, **{option.name: other(getattr(config, option.name))})
-        assert (loader.plain(changed) == loader.plain(config)) == (option.name not in kept - set(loader._PLAIN))
+        assert (loader.plain(changed) == loader.plain(config)) == (option.name not in kept - {"moe_fp8_dispatch"})
 
 
 def test_the_report_of_different_starts(runs: Callable[[str], str], drive: Drive) -> None:

@@ -33,7 +33,7 @@ def main(asked: dict[str, Any]) -> None:
     from megatron_lowprec.training.config import te_checks
     from megatron_lowprec.training.config.arguments import parse
     from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
-    from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run, total_samples
+    from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
     from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
     from tools.bench.measure import Bench
 
@@ -47,7 +47,7 @@ def main(asked: dict[str, Any]) -> None:
     config = resolve_run(config, ranks.world_size, gpus=on_gpu)
     config, _ = resolve_cuda_graphs(config, recipe, ranks.world_size, gpus=on_gpu)
     te_checks.prepare(config, recipe)
-    schedule, _ = schedules.plan(config, total_samples(config))
+    schedule, _ = schedules.plan(config, config.steps.global_batch_size, config.steps.samples)
     tokenizer = tokenizer_of(config)
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size

@@ -21,7 +21,7 @@ from megatron_lowprec.training.checkpoint.checkpoint import Progress
 from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.resolve import layout_of, resolve_model, resolve_run, total_samples
+from megatron_lowprec.training.config.resolve import layout_of, resolve_model, resolve_run
 from megatron_lowprec.training.data import batches as data
 from megatron_lowprec.training.data.batches import Batches, SplitData
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
@@ -114,7 +114,7 @@ class Setup:
         vocabulary = padded_vocab_size(
             tokenizer.vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
         )
-        plan, _ = schedule.plan(config, total_samples(config))
+        plan, _ = schedule.plan(config, config.steps.global_batch_size, config.steps.samples)
         split = data.build(config, tokenizer, ranks.rank, ranks.local_rank)["train"]
         assert split is not None
         trainer = model.build(config, load_recipe("bf16", []), plan, vocabulary)
@@ -149,7 +149,7 @@ class Setup:
     def train(self, steps: int, progress: Progress | None = None, order: int | None = None) -> list[float]:
         """Losses of the next steps; ``order`` is the seed of another order of each iteration's samples."""
         progress = replace(self.progress) if progress is None else progress
-        batch, losses = self.config.batch.global_batch_size, []
+        batch, losses = self.config.steps.global_batch_size, []
         batches = self._batches(progress, order)
         for _ in range(steps):
             update_num_microbatches(progress.consumed_samples)
@@ -206,6 +206,6 @@ class Setup:
     def _batches(self, progress: Progress, order: int | None = None) -> list[Batches]:
         split = self.split
         if order is not None:
-            shuffled: Any = Shuffled(split.samples, self.config.batch.global_batch_size, order)
+            shuffled: Any = Shuffled(split.samples, self.config.steps.global_batch_size, order)
             split = replace(split, samples=shuffled)
         return [Batches(split, progress.consumed_samples, self.config, self.device) for _ in self.trainer.chunks]

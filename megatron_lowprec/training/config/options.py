@@ -17,7 +17,7 @@ from megatron_lowprec.training.options.declaration import NO_EFFECT_PARTS, Group
 from megatron_lowprec.training.options.model_options import ModelOptions, RopeOptions
 from megatron_lowprec.training.options.optimizer_options import OptimizerOptions
 from megatron_lowprec.training.options.output_options import CheckpointOptions, EvaluationOptions, LoggingOptions
-from megatron_lowprec.training.options.parts import Batch, ModelShape, ModelSizes, filled
+from megatron_lowprec.training.options.parts import ModelShape, ModelSizes, Steps, filled
 from megatron_lowprec.training.options.recipe_options import RecipeOptions
 from megatron_lowprec.training.options.training_options import MemoryOptions, ParallelOptions, TrainingOptions
 
@@ -68,15 +68,9 @@ class Config(
         return filled(LatentAttention, self)
 
     @cached_property
-    def batch(self) -> Batch:
-        """Samples of an iteration, after ``resolve_run``."""
-        return filled(Batch, self)
-
-    @property
-    def iterations(self) -> int:
-        """Iterations of the whole run, after ``resolve_run``."""
-        assert self.train_iters is not None, "resolve_run() has not run"
-        return self.train_iters
+    def steps(self) -> Steps:
+        """Iterations and their samples, after ``resolve_run``."""
+        return filled(Steps, self)
 
 
 GROUPS: tuple[type[Group], ...] = tuple(reversed(Config.__bases__))

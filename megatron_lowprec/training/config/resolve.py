@@ -15,7 +15,7 @@ from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.te.translation import INSTALL
 from megatron_lowprec.training.config.arguments import flag, required
 from megatron_lowprec.training.config.data_options import resolve_data
-from megatron_lowprec.training.config.fields import check_divisible, require
+from megatron_lowprec.training.config.fields import check_divisible
 from megatron_lowprec.training.config.memory_options import resolve_memory
 from megatron_lowprec.training.config.options import OPTIONS, Config, options_with, unmet
 from megatron_lowprec.training.config.recipe_checks import check_saved_activations, check_stored_gradients
@@ -96,7 +96,7 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
     config = replace(
         config, micro_batch_size=config.micro_batch_size or batch // data_parallel, global_batch_size=batch
     )
-    step = config.batch.micro_batch_size * data_parallel
+    step = config.steps.micro_batch_size * data_parallel
     if batch % step:
         raise UserError(
             f"--global-batch-size {batch} is not divisible by --micro-batch-size {config.micro_batch_size} x "
@@ -111,9 +111,9 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
     check_rampup(config, step)
     _check_interleaving(config, step)
     if config.train_iters is None:
-        config = replace(config, train_iters=run_length(config)[0])
+        config = replace(config, train_iters=run_length(config.steps)[0])
     _check_features(config, gpus)
-    return resolve_phase(resolve_data(config), total_samples(config))
+    return resolve_phase(resolve_data(config), config.steps.samples)
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -125,8 +125,8 @@ def data_parallel_size(config: Config, world_size: int) -> int:
 
 def microbatches_of(config: Config, world_size: int) -> int:
     """Microbatches of a step on one rank, after any ramp of the batch size."""
-    samples = config.batch.micro_batch_size * data_parallel_size(config, world_size)
-    return config.batch.global_batch_size // samples
+    samples = config.steps.micro_batch_size * data_parallel_size(config, world_size)
+    return config.steps.global_batch_size // samples
 
 
 def layout_of(config: Config, world_size: int) -> dict[str, int]:
@@ -156,11 +156,6 @@ def virtual_stages(config: Config) -> int | None:
             // config.num_layers_per_virtual_pipeline_stage
         )
     return None
-
-
-def total_samples(config: Config) -> int:
-    """Samples of the whole run as requested, the schedule's horizon; ``rampup.run_length`` has the consumed ones."""
-    return config.train_samples or config.iterations * config.batch.global_batch_size
 
 
 def _in_bounds(config: Config) -> None:
@@ -273,7 +268,7 @@ def check_packages(config: Config) -> None:
 def _check_capture_step(config: Config) -> None:
     """Check iterations of --capture-step, and that the layers can be captured."""
     for step in config.capture_step:
-        if not 1 <= step <= config.iterations:
+        if not 1 <= step <= config.steps.iterations:
             raise UserError(
                 f"--capture-step {step} is no iteration of this run, which has 1 to {config.train_iters}; name one of "
                 "them"
@@ -287,7 +282,7 @@ def _check_capture_step(config: Config) -> None:
 
 def _check_profile(config: Config) -> None:
     start, end = config.profile_step_start, config.profile_step_end
-    if config.profile and not 0 <= start < min(end, config.iterations):
+    if config.profile and not 0 <= start < min(end, config.steps.iterations):
         raise UserError(
             f"--profile-step-start {start} --profile-step-end {end} profile no iteration of this run, which has "
             f"{config.train_iters}; let the start be below the end and below --train-iters, or leave --profile out"
@@ -299,7 +294,7 @@ def _check_interleaving(config: Config, step: int) -> None:
     if virtual_stages(config) is None:
         return
     turn = step * config.pipeline_model_parallel_size
-    sizes = {"--global-batch-size": config.batch.global_batch_size}
+    sizes = {"--global-batch-size": config.steps.global_batch_size}
     if config.rampup_batch_size is not None:
         start, increment, _ = config.rampup_batch_size
         sizes |= {"--rampup-batch-size's START": start, "--rampup-batch-size's INCREMENT": increment}

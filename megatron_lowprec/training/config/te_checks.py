@@ -58,7 +58,7 @@ def prepare(config: Config, recipe: Recipe) -> None:
     if config.transformer_impl != "transformer_engine":
         return
     found = check(config, recipe)
-    tokens = config.batch.micro_batch_size * config.shape.seq_length // config.context_parallel_size
+    tokens = config.steps.micro_batch_size * config.shape.seq_length // config.context_parallel_size
     multiple = 1 if found.kind is None else KINDS[found.kind].multiple
     if tokens % multiple:
         raise UserError(

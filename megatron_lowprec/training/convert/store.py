@@ -86,7 +86,7 @@ def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str
         raise UserError(f"--save {folder}: has checkpoints already; name another folder")
     config = resolve_run(resolve_model(plain(config)), 1, gpus=torch.cuda.is_available())
     rows = len(weights["embedding.word_embeddings.weight"])
-    schedule, _ = plan(replace(config, lr_warmup_samples=0, lr_warmup_iters=0, lr_warmup_fraction=None), 1)
+    schedule, _ = plan(replace(config, lr_warmup_samples=0, lr_warmup_iters=0, lr_warmup_fraction=None), 1, 1)
     layout = dict.fromkeys(("tensor", "pipeline", "context", "expert", "data"), 1)
     content = resume.content(config, get_recipe("bf16"), schedule, rows, layout, tokenizer)
     startup.initialize(config, startup.prepare_environment())

@@ -221,7 +221,7 @@ class Batches:
 
     def __init__(self, split: SplitData, start: int, config: Config, device: torch.device) -> None:
         self._device = device
-        self._shape = (len(_FIELDS), config.batch.micro_batch_size, config.shape.seq_length)
+        self._shape = (len(_FIELDS), config.steps.micro_batch_size, config.shape.seq_length)
         weighs = config.calculate_per_token_loss and config.num_experts is not None
         self._mask_of = split.eod if config.reset_attention_mask else None
         self._needed = (
@@ -232,7 +232,7 @@ class Batches:
         if self._needed and mpu.get_tensor_model_parallel_rank() == 0:
             positions = Positions(
                 start,
-                config.batch.micro_batch_size,
+                config.steps.micro_batch_size,
                 mpu.get_data_parallel_rank(),
                 mpu.get_data_parallel_world_size(),
             )

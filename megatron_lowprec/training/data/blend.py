@@ -84,7 +84,7 @@ def resolve_phase(config: Config, total_samples: int) -> Config:
         share = config.data_phase_switch or 0.0
         if not 0 < share < 1:
             raise UserError(f"--data-phase-switch {share}: wants a share of the run between 0 and 1")
-        samples = nearest_end(config, share * total_samples)
+        samples = nearest_end(config.steps, share * total_samples)
     if not 0 < samples < total_samples:
         raise UserError(
             f"the training data would change at sample {samples} of a run of {total_samples}: "

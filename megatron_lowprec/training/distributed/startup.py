@@ -177,9 +177,9 @@ def lay_out(config: Config) -> None:
         create_gloo_process_groups=False,
     )
     seed(config)
-    ramp, batch = config.rampup_batch_size, config.batch.global_batch_size
+    ramp, batch = config.rampup_batch_size, config.steps.global_batch_size
     init_microbatches(
-        batch, config.batch.micro_batch_size, mpu.get_data_parallel_world_size(), ramp, ramp_sizes(ramp, batch)
+        batch, config.steps.micro_batch_size, mpu.get_data_parallel_world_size(), ramp, ramp_sizes(ramp, batch)
     )
 
 

@@ -40,8 +40,8 @@ def evaluate(
     ``interrupted`` is called on all ranks before each batch; the result is None if it returns True.
     """
     batches = [Batches(split, 0, config, device) for _ in trainer.chunks]
-    per_iteration = config.batch.global_batch_size // (
-        config.batch.micro_batch_size * mpu.get_data_parallel_world_size()
+    per_iteration = config.steps.global_batch_size // (
+        config.steps.micro_batch_size * mpu.get_data_parallel_world_size()
     )
     losses: list[PendingLoss] = []
     with _evaluating(trainer, config), torch.no_grad():

@@ -93,7 +93,7 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
     of = f"{config.device} " if config.device else ""
     lines = [
         f"memory plan of one of {found.gpus} {of}GPUs{where}; recipe {recipe.name}{when}, "
-        f"microbatches of {config.batch.micro_batch_size} x {config.shape.seq_length} tokens",
+        f"microbatches of {config.steps.micro_batch_size} x {config.shape.seq_length} tokens",
         f"parallelism: {describe_layout(layout_of(config, found.gpus))}",
     ]
     held = f"{found.in_flight:g} microbatch{'' if found.in_flight == 1 else 'es'}"

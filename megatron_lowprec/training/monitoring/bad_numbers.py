@@ -134,7 +134,7 @@ class BadSteps:
         """Why a run that ended after ``iteration``, and was not given up, has failed all the same; else None."""
         if not finite_weights:
             return self._failed(f"after iteration {iteration} the weights are not finite")
-        if self.in_a_row and iteration >= self.config.iterations:
+        if self.in_a_row and iteration >= self.config.steps.iterations:
             last = "iteration was" if self.in_a_row == 1 else f"{self.in_a_row} iterations were"
             return self._failed(f"the last {last} skipped, for loss or gradient were not finite")
         return None

@@ -175,7 +175,9 @@ class RunLog:
             mean = sum(interval.losses) / len(interval.losses) if interval.losses else math.nan
             seconds = interval.seconds / interval.iterations
             self.say(
-                iteration_line(row, self._config.iterations, mean, seconds, interval.tflop_seconds / interval.seconds)
+                iteration_line(
+                    row, self._config.steps.iterations, mean, seconds, interval.tflop_seconds / interval.seconds
+                )
             )
             self._interval = _Interval()
 

@@ -91,7 +91,7 @@ def _bytes(config: Config, site: LinearSite, world_size: int) -> float:
     """Bytes of x, w and dy of one layer or expert over all ranks; for an expert under a balanced load."""
     shards, data = sharding(config, site), data_parallel_size(config, world_size)
     tensor = shards.tensor_ranks
-    tokens: float = data * config.batch.micro_batch_size * config.shape.seq_length
+    tokens: float = data * config.steps.micro_batch_size * config.shape.seq_length
     replicas = data
     if shards.experts:
         tokens = tokens * shards.copies_per_token / shards.copies

@@ -30,11 +30,22 @@ class ModelShape(ModelSizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch(TrainingOptions):
-    """Samples of an iteration, after ``resolve_run``."""
+class Steps(TrainingOptions):
+    """Iterations of a run and their samples, after ``resolve_run``."""
 
     micro_batch_size: int
     global_batch_size: int
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of the whole run."""
+        assert self.train_iters is not None, "resolve_run() has not run"
+        return self.train_iters
+
+    @property
+    def samples(self) -> int:
+        """Samples of the whole run as requested, the schedule's horizon; ``run_length`` has the consumed ones."""
+        return self.train_samples or self.iterations * self.global_batch_size
 
 
 P = TypeVar("P", bound=Group)

@@ -17,12 +17,12 @@ from megatron_lowprec.training.config.options import NO_EFFECT, Config
 from megatron_lowprec.training.config.phase_options import check_phase_iters, continued_phases, with_steps
 from megatron_lowprec.training.schedule import Schedule, plan
 
-DEFAULT = Config(num_layers=2, hidden_size=64, seq_length=32, global_batch_size=4, micro_batch_size=4, lr=1e-3)
+DEFAULT = Config(num_layers=2, hidden_size=64, seq_length=32, global_batch_size=4, lr=1e-3)
 NAMES = [field.name for field in fields(Config)]
 
 
 def schedule() -> Schedule:
-    return plan(DEFAULT, 40)[0]
+    return plan(DEFAULT, 4, 40)[0]
 
 
 def saved(config: Config) -> Saved:

@@ -86,7 +86,7 @@ def resolution() -> None:
 
 
 def resumes() -> None:
-    schedule = plan(CONFIG, 8)[0]
+    schedule = plan(CONFIG, 4, 8)[0]
     options = {name: value for name, value in asdict(CONFIG).items() if value is not None}
     content = {"options": options, "schedule": schedule.to_dict(), "progress": {"iteration": 1}, "padded_vocab_size": 8}
     saved = resume.Saved(Path("there"), content)

@@ -13,7 +13,7 @@ from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.resolve import resolve_model, resolve_run, total_samples
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 from megatron_lowprec.training.memory.plan import GIB
 from megatron_lowprec.training.memory.plan import plan as plan_memory
@@ -51,7 +51,7 @@ def resolved(name: str, *flags: str, world_size: int = 8) -> Config:
 @pytest.mark.parametrize("length", [[], ["--train-iters", "1"]], ids=["whole", "one"])
 def test_loads_and_validates(path: Path, length: list[str]) -> None:
     config = resolved(path.stem, *length)
-    schedule, _ = plan(config, total_samples(config))
+    schedule, _ = plan(config, config.steps.global_batch_size, config.steps.samples)
     assert 0 <= schedule.warmup_samples < schedule.decay_samples
 
 
@@ -185,7 +185,7 @@ def test_values_are_the_source_s(name: str) -> None:
 )
 def test_budgets_in_tokens(name: str, flags: list[str], billions: float) -> None:
     config = resolved(name, *flags)
-    assert total_samples(config) * config.shape.seq_length / 1e9 == pytest.approx(billions, rel=2e-3)
+    assert config.steps.samples * config.shape.seq_length / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
 def test_the_8b_model_is_the_source_s() -> None:

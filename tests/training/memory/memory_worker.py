@@ -49,12 +49,12 @@ def measure(changes: dict[str, Any], ranks: startup.Ranks, forward: bool = True)
     from megatron_lowprec.recipe.parsing import load_recipe
     from megatron_lowprec.training import model
     from megatron_lowprec.training.config.arguments import parse
-    from megatron_lowprec.training.config.resolve import resolve_model, resolve_run, total_samples
+    from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
     from megatron_lowprec.training.schedule import plan
 
     config = resolve_run(resolve_model(parse(argv(**{**SIZES, **changes}))[0]), ranks.world_size, gpus=False)
     startup.initialize(config, ranks)
-    schedule, _ = plan(config, total_samples(config))
+    schedule, _ = plan(config, config.steps.global_batch_size, config.steps.samples)
     trainer = model.build(config, load_recipe(config.recipe, config.recipe_override), schedule, VOCABULARY)
     (chunk,) = trainer.chunks
     weights = sum(weight.numel() for weight in chunk.parameters())

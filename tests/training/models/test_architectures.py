@@ -60,7 +60,7 @@ def test_options_select_an_architecture(options: dict[str, Any], name: str) -> N
 )
 def test_layers_with_experts(asked: str, layers: list[bool]) -> None:
     """Megatron-LM evaluates the same text as Python, and takes a number as every Nth layer."""
-    config = Config(num_layers=4, moe_layer_freq=asked)
+    config = Config(num_layers=4, hidden_size=8, num_attention_heads=1, seq_length=8, moe_layer_freq=asked)
     assert layers_with_experts(config) == layers
     assert layers_with_experts(replace(config, moe_layer_freq=canonical_pattern(config))) == layers
     if asked not in ("1", "2"):
@@ -70,7 +70,9 @@ def test_layers_with_experts(asked: str, layers: list[bool]) -> None:
 @pytest.mark.parametrize("asked", ["0", "x", "[0]*3", "[2]*4", "__import__('os')"])
 def test_other_patterns_are_refused(asked: str) -> None:
     with pytest.raises(UserError, match=r"--moe-layer-freq .*--num-layers 4 .*\(\[0\]\*1\+\[1\]\*3\)"):
-        layers_with_experts(Config(num_layers=4, moe_layer_freq=asked))
+        layers_with_experts(
+            Config(num_layers=4, hidden_size=8, num_attention_heads=1, seq_length=8, moe_layer_freq=asked)
+        )
 
 
 def test_another_architecture_needs_its_parts_alone(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def tokens_of(config: Config) -> int:
     """Tokens of a microbatch on one rank, before sequence parallelism splits them."""
-    return config.batch.micro_batch_size * config.shape.seq_length // config.context_parallel_size
+    return config.steps.micro_batch_size * config.shape.seq_length // config.context_parallel_size
 
 
 def width_of(config: Config) -> int:

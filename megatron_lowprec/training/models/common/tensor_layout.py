@@ -8,25 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.interface import TensorMap
+from megatron_lowprec.training.options.parts import ModelShape
 
 if TYPE_CHECKING:
     import torch
 
 
-def split_qkv(config: Config, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split_qkv(shape: ModelShape, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Weight [out, in] or bias [out] of linear_qkv -> those of queries, keys and values, heads in order."""
-    groups, channels = config.num_query_groups, config.shape.kv_channels
-    queries = config.shape.num_attention_heads // groups
+    groups, channels = shape.num_query_groups, shape.kv_channels
+    queries = shape.num_attention_heads // groups
     parts = fused.unflatten(0, (groups, queries + 2, channels))
     return parts[:, :queries].flatten(0, 2), parts[:, queries].flatten(0, 1), parts[:, queries + 1].flatten(0, 1)
 
 
-def join_qkv(config: Config, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def join_qkv(shape: ModelShape, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """The inverse of ``split_qkv``."""
-    groups, channels = config.num_query_groups, config.shape.kv_channels
-    queries = config.shape.num_attention_heads // groups
+    groups, channels = shape.num_query_groups, shape.kv_channels
+    queries = shape.num_attention_heads // groups
     parts = [
         query.unflatten(0, (groups, queries, channels)),
         key.unflatten(0, (groups, 1, channels)),

@@ -34,8 +34,8 @@ def tensor_maps(config: Config) -> Iterator[TensorMap]:
             yield TensorMap(
                 f"{ours}.self_attention.linear_qkv.{part}",
                 (f"{theirs}.attn.c_attn.{part}",),
-                to_hf=lambda tensor: [transpose(concatenate(split_qkv(config, tensor)))],
-                from_hf=lambda tensors: join_qkv(config, *transpose(tensors[0]).chunk(3)),
+                to_hf=lambda tensor: [transpose(concatenate(split_qkv(config.shape, tensor)))],
+                from_hf=lambda tensors: join_qkv(config.shape, *transpose(tensors[0]).chunk(3)),
             )
             for linear, name in _LINEARS:
                 yield TensorMap(

@@ -29,15 +29,15 @@ def maps_with_mlp(config: Config, mlp_maps: Callable[[str, str], Iterable[Tensor
         yield TensorMap(
             f"{ours}.self_attention.linear_qkv.weight",
             tuple(f"{theirs}.self_attn.{name}_proj.weight" for name in "qkv"),
-            to_hf=lambda tensor: split_qkv(config, tensor),
-            from_hf=lambda tensors: join_qkv(config, *tensors),
+            to_hf=lambda tensor: split_qkv(config.shape, tensor),
+            from_hf=lambda tensors: join_qkv(config.shape, *tensors),
         )
         if config.add_qkv_bias:
             yield TensorMap(
                 f"{ours}.self_attention.linear_qkv.bias",
                 tuple(f"{theirs}.self_attn.{name}_proj.bias" for name in "qkv"),
-                to_hf=lambda tensor: split_qkv(config, tensor),
-                from_hf=lambda tensors: join_qkv(config, *tensors),
+                to_hf=lambda tensor: split_qkv(config.shape, tensor),
+                from_hf=lambda tensors: join_qkv(config.shape, *tensors),
             )
         if config.qk_layernorm:
             for name in "qk":

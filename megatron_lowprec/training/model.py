@@ -18,6 +18,7 @@ from megatron.core.utils import get_te_version
 
 from megatron_lowprec.comm.gradients import GradientFactor, rounded_sum_warnings
 from megatron_lowprec.kernels.dispatch import have_triton
+from megatron_lowprec.kernels.fp8_accumulate import cublaslt
 from megatron_lowprec.linear.backends.table import emulated_rows
 from megatron_lowprec.mcore.graphs.layer_graphs import LayerGraphs
 from megatron_lowprec.mcore.layers.gpt_model import LowPrecGPTModel
@@ -85,6 +86,11 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
     loss_tokens = weigh_aux_losses(model.chunks) if config.calculate_per_token_loss else None
     chunks = _data_parallel(config, transformer, list(model.chunks))
     optimizer, factor = build_optimizer(chunks, recipe, _optimizer_config(config, transformer), seed=config.seed)
+    cublaslt.enable(config.fp8_accumulate_wgrad)
+    if config.fp8_accumulate_wgrad and isinstance(model.runtime, RecipeRuntime):
+        model.runtime.notes.append(
+            "--fp8-accumulate-wgrad: cuBLASLt adds weight gradients of FP8 products to main_grad"
+        )
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = finalize_model_grads
     graphs = None

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from megatron_lowprec.kernels.fp8_accumulate import cublaslt as fp8_accumulate
+
 ROW_MULTIPLE = 16
 """The contracted dimension and the columns of the result must be multiples of this."""
 
@@ -41,9 +43,16 @@ def scaled_gemm(
             them to fp32 every 128 terms; 1x128 blocks are always promoted.
         bias: bf16 [N], added before the result is rounded to bf16.
         accumulate_into: fp32 [M, N]; add the product to it in fp32 and return it. torch's scaled GEMM cannot
-            accumulate, so this is a separate pass; with row scales the product is first rounded to bf16.
+            accumulate, so this is a separate pass, unless ``kernels.fp8_accumulate`` is enabled; with row scales the
+            product is first rounded to bf16.
         overwrite: write the product to ``accumulate_into`` instead of adding.
     """
+    if (
+        accumulate_into is not None
+        and not overwrite
+        and fp8_accumulate.takes(a, b, accumulate_into, a_granularity, b_granularity)
+    ):
+        return fp8_accumulate.add_product_(a, b, a_scale, b_scale, accumulate_into, fast_accumulation=fast_accumulation)
     if (a_granularity == "row") != (b_granularity == "row"):  # the operator takes row scales of both or of neither
         a_scale, b_scale = a_scale.expand(a.shape[0], 1).contiguous(), b_scale.expand(b.shape[0], 1).contiguous()
         a_granularity = b_granularity = "row"

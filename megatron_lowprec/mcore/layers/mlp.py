@@ -114,6 +114,9 @@ class _MlpFunction(torch.autograd.Function):
             grad = None if ctx.channel is None else ctx.channel.get(dout)
             return grad or fc2.bound_gemms.grad_output(dout, rng_step, update_amax=ctx.update_amax, gemms=gemms2)
 
+        recompute = partial(_active, activation, y, bias, input_fusion) if second.x is None else None
+        dactive, dw2, _ = gradients(fc2, dy2, second, rng_step, _alone(fc2), gemms2, recompute)
+
         def dy1() -> GradOutput:
             nonlocal dactive  # freed as soon as it has been read, as the matrix is once both directions are cast
             of_active, dactive = dactive, None
@@ -126,8 +129,6 @@ class _MlpFunction(torch.autograd.Function):
             grad = fc1.bound_gemms.grad_output(matrix, rng_step, amax=amax, update_amax=ctx.update_amax, gemms=gemms1)
             return replace(grad.without_matrix(), bias=dbias)
 
-        recompute = partial(_active, activation, y, bias, input_fusion) if second.x is None else None
-        dactive, dw2, _ = gradients(fc2, dy2, second, rng_step, _alone(fc2), gemms2, recompute)
         dx = dw1 = dbias = None
         if dactive is not None:
             restore = None if ctx.restore is None else lambda: (ctx.restore(*tensors[own:]), None)

@@ -76,6 +76,7 @@ def gradients(
     dx = dw = None
     if tp.sequence_parallel and recompute is not None and saved.x is None and "wgrad" in gemms:
         tokens, _ = recompute()  # of this rank, which are gathered here
+        assert isinstance(tokens, torch.Tensor)
         saved = saved._replace(x=tokens.view(saved.layout.shape))
     if tp.sequence_parallel and saved.x is not None:
         whole, gathering = gather_sequence(saved.x, tp.tp_group, async_op=True)

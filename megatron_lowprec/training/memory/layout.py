@@ -67,7 +67,7 @@ class Execution:
 
     def keeps_primary_weights(self, config: Config) -> bool:
         """Whether the weights of quantized layers are stored as FP8 codes only."""
-        asked = config.fp8_param_gather and config.transformer_impl == "local"
+        asked = bool(config.fp8_param_gather) and config.transformer_impl == "local"
         return asked and any(primary_weight_spec(linear) is not None for linear in self.recipe.linear_recipes)
 
     def native_gemms(self, config: Config, site: LinearSite) -> frozenset[str]:

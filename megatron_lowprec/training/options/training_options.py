@@ -53,6 +53,14 @@ class TrainingOptions(Group):
     no_gradient_accumulation_fusion: bool = arg(
         False, "round a weight gradient to bf16 before it is added to main_grad", Part.UPDATE, grouped=False
     )
+    fp8_accumulate_wgrad: bool = arg(
+        False,
+        "let cuBLASLt add FP8 weight gradients of one scale a tensor to main_grad, which torch adds in a second pass; "
+        "last bits of sums differ",
+        Part.UPDATE,
+        needs="transformer_impl=local !no_gradient_accumulation_fusion",
+        grouped=False,
+    )
     emulate: bool = arg(False, "multiply in the compute dtype also where the GPU has FP8 products", inference=True)
     native: Literal["auto", "require", "off"] = arg(
         "auto",

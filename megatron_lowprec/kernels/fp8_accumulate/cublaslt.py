@@ -1,0 +1,231 @@
+"""``reference.add_product_`` by cuBLASLt with beta = 1, since torch's scaled products cannot add to their output.
+
+A weight gradient of [O, I] then reads and writes ``main_grad`` once, 8 bytes an entry, where product and sum move 16.
+The sum rounds once where the reference rounds twice, so its last bit may differ. ``enable`` switches it on for the
+process; it is off by default.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_lowprec.errors import UserError
+
+_DATA_TYPES = {torch.float32: 0, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # cudaDataType_t
+_COMPUTE_32F, _TRANSPOSED = 68, 1
+# cublasLtMatmulDescAttributes_t; an operation that is not set is none
+_OPERATION_A, _SCALE_A, _SCALE_B, _FAST_ACCUMULATION = 3, 17, 18, 25
+# cublasLtMatmulPreferenceAttributes_t: alignments of A, B, C and D in bytes
+_MAX_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
+_WORKSPACE, _LARGEST_ALIGNMENT = 32 * 2**20, 256
+
+_enabled = False
+_plans: dict[Problem, Plan] = {}
+
+
+class _Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+class Problem(NamedTuple):
+    """What a plan depends on; ``alignments`` are those of a, b and out."""
+
+    device: torch.device
+    rows: int
+    columns: int
+    contracted: int
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+    fast_accumulation: bool
+    alignments: tuple[int, int, int]
+
+
+class Plan(NamedTuple):
+    """Descriptors of a product and the algorithm that cuBLASLt chose. They live as long as the process."""
+
+    description: ctypes.c_void_p
+    layouts: tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    found: _Heuristic
+
+
+def enable(on: bool) -> None:
+    """Let ``takes`` answer for this process.
+
+    Raises:
+        UserError: this build of torch has no cuBLASLt.
+    """
+    global _enabled
+    if on and library() is None:
+        raise UserError(
+            "FP8 products that add to main_grad need cuBLASLt, which torch's CUDA builds bring; this torch "
+            f"{torch.__version__} has none: leave the option out"
+        )
+    _enabled = on
+
+
+def takes(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, a_granularity: str, b_granularity: str) -> bool:
+    """Whether ``add_product_`` is enabled and computes this product: on a GPU, with one scale a tensor."""
+    if not (_enabled and a.is_cuda and a_granularity == b_granularity == "tensor"):
+        return False
+    return fits(a, b, out)
+
+
+def fits(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether cuBLASLt has such a product: rows of whole 16 bytes, not E5M2 times E5M2, an fp32 sum."""
+    whole = a.shape[1] % 16 == 0 and out.shape[1] % 16 == 0 and all(each.is_contiguous() for each in (a, b, out))
+    return whole and torch.float8_e4m3fn in (a.dtype, b.dtype) and out.dtype == torch.float32
+
+
+def add_product_(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    fast_accumulation: bool = False,
+) -> torch.Tensor:
+    """As the reference; a product that ``fits``.
+
+    Raises:
+        RuntimeError: cuBLASLt has no algorithm for the product, or fails.
+    """
+    lt, operands = library(), (a, b, out)
+    assert lt is not None
+    alignments = tuple(_alignment(each.data_ptr()) for each in operands)
+    sizes = a.shape[0], b.shape[0], a.shape[1]
+    problem = Problem(a.device, *sizes, a.dtype, b.dtype, fast_accumulation, alignments)  # type: ignore[arg-type]
+    scales = b_scale.data_ptr(), a_scale.data_ptr()  # cuBLASLt's A is b
+    plan = find_plan(problem, scales)
+    for attribute, scale in zip((_SCALE_A, _SCALE_B), scales, strict=True):
+        _set(lt.cublasLtMatmulDescSetAttribute, plan.description, attribute, ctypes.c_void_p(scale))
+    one = ctypes.c_float(1.0)
+    workspace = torch.empty(plan.found.workspace, dtype=torch.uint8, device=a.device)
+    of_b, of_a, of_out = plan.layouts
+    _check(
+        lt.cublasLtMatmul(
+            *(_handle(), plan.description, ctypes.byref(one), b.data_ptr(), of_b, a.data_ptr(), of_a),
+            *(ctypes.byref(one), out.data_ptr(), of_out, out.data_ptr(), of_out),
+            *(ctypes.byref(plan.found.algorithm), workspace.data_ptr(), plan.found.workspace, _stream(a.device)),
+        ),
+        problem,
+    )
+    return out
+
+
+def find_plan(problem: Problem, scales: tuple[int, int]) -> Plan:
+    """The plan of a problem, searched once; ``scales``: addresses of those of the product at hand."""
+    plan = _plans.get(problem)
+    if plan is None:
+        plan = _plans[problem] = _new_plan(problem, scales)
+    return plan
+
+
+def _new_plan(problem: Problem, scales: tuple[int, int]) -> Plan:
+    """cuBLASLt's matrices are stored by columns: it computes out.T [N, M] = b.T, transposed, times a.T."""
+    lt = library()
+    assert lt is not None
+    description = ctypes.c_void_p()
+    _check(lt.cublasLtMatmulDescCreate(ctypes.byref(description), _COMPUTE_32F, _DATA_TYPES[torch.float32]), problem)
+    attributes = {
+        _OPERATION_A: ctypes.c_int32(_TRANSPOSED),
+        _SCALE_A: ctypes.c_void_p(scales[0]),
+        _SCALE_B: ctypes.c_void_p(scales[1]),
+        _FAST_ACCUMULATION: ctypes.c_int8(problem.fast_accumulation),
+    }
+    for attribute, value in attributes.items():
+        _set(lt.cublasLtMatmulDescSetAttribute, description, attribute, value)
+    rows, columns, contracted = problem.rows, problem.columns, problem.contracted
+    layouts = (
+        _layout(lt, problem.b_dtype, contracted, columns),
+        _layout(lt, problem.a_dtype, contracted, rows),
+        _layout(lt, torch.float32, columns, rows),
+    )
+    preference = ctypes.c_void_p()
+    _check(lt.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)), problem)
+    of_a, of_b, of_out = problem.alignments
+    wanted = dict(zip(_ALIGNMENTS, (of_b, of_a, of_out, of_out), strict=True))
+    for attribute, alignment in wanted.items():
+        _set(lt.cublasLtMatmulPreferenceSetAttribute, preference, attribute, ctypes.c_uint32(alignment))
+    _set(lt.cublasLtMatmulPreferenceSetAttribute, preference, _MAX_WORKSPACE, ctypes.c_uint64(_WORKSPACE))
+    found, count = _Heuristic(), ctypes.c_int(0)
+    of_b_layout, of_a_layout, of_out_layout = layouts
+    status = lt.cublasLtMatmulAlgoGetHeuristic(
+        *(_handle(), description, of_b_layout, of_a_layout, of_out_layout, of_out_layout, preference, 1),
+        *(ctypes.byref(found), ctypes.byref(count)),
+    )
+    lt.cublasLtMatmulPreferenceDestroy(preference)
+    _check(status or found.state or (0 if count.value else 15), problem)  # 15: CUBLAS_STATUS_NOT_SUPPORTED
+    return Plan(description, layouts, found)
+
+
+def _layout(lt: Any, dtype: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
+    """A matrix stored by columns, without gaps."""
+    layout = ctypes.c_void_p()
+    status = lt.cublasLtMatrixLayoutCreate(ctypes.byref(layout), _DATA_TYPES[dtype], rows, columns, rows)
+    if status:
+        raise RuntimeError(f"cuBLASLt refused a matrix of {rows} x {columns}: status {status}")
+    return layout
+
+
+def _set(function: Any, of: ctypes.c_void_p, attribute: int, value: Any) -> None:
+    status = function(of, attribute, ctypes.byref(value), ctypes.sizeof(value))
+    if status:
+        raise RuntimeError(f"cuBLASLt refused attribute {attribute}: status {status}")
+
+
+def _check(status: int, problem: Problem) -> None:
+    if status:
+        raise RuntimeError(
+            f"cuBLASLt refused an FP8 product that adds, of {problem}: status {status}; leave the option out that "
+            "asks for such products"
+        )
+
+
+def _alignment(address: int) -> int:
+    """The largest power of two that divides an address, at most what cuBLASLt distinguishes."""
+    return min(address & -address or _LARGEST_ALIGNMENT, _LARGEST_ALIGNMENT)
+
+
+def _handle() -> int:
+    """torch's handle of cuBLAS for the current device, which is one of cuBLASLt too."""
+    return torch.cuda.current_blas_handle()
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+@lru_cache(maxsize=1)
+def library() -> Any:
+    """The cuBLASLt that torch has loaded; None for a build of torch without it."""
+    try:
+        return typed(ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '0').split('.')[0]}"))
+    except OSError:
+        return None
+
+
+def typed(lt: Any) -> Any:
+    """The library with the types of its functions' arguments."""
+    pointer, integer, size, wide = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64
+    lt.cublasLtMatmulDescCreate.argtypes = [pointer, integer, integer]
+    lt.cublasLtMatmulDescSetAttribute.argtypes = [pointer, integer, pointer, size]
+    lt.cublasLtMatrixLayoutCreate.argtypes = [pointer, integer, wide, wide, ctypes.c_int64]
+    lt.cublasLtMatmulPreferenceCreate.argtypes = [pointer]
+    lt.cublasLtMatmulPreferenceSetAttribute.argtypes = [pointer, integer, pointer, size]
+    lt.cublasLtMatmulPreferenceDestroy.argtypes = [pointer]
+    lt.cublasLtMatmulAlgoGetHeuristic.argtypes = [*[pointer] * 7, integer, pointer, pointer]
+    lt.cublasLtMatmul.argtypes = [*[pointer] * 14, size, pointer]
+    return lt

@@ -17,6 +17,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.utils import get_te_version
 
 from megatron_lowprec.comm.gradients import GradientFactor, rounded_sum_warnings
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.dispatch import have_triton
 from megatron_lowprec.kernels.fp8_accumulate import cublaslt
 from megatron_lowprec.linear.backends.table import emulated_rows
@@ -25,6 +26,7 @@ from megatron_lowprec.mcore.layers.gpt_model import LowPrecGPTModel
 from megatron_lowprec.mcore.layers.router import LossTokens, weigh_aux_losses
 from megatron_lowprec.mcore.optim.fp8_param_gather import use_primary_weights
 from megatron_lowprec.mcore.optim.recipe_optimizer import build_optimizer, torch_optimizers
+from megatron_lowprec.mcore.optim.vocabulary_grad import accumulate_vocabulary_gradients
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_recipe
 from megatron_lowprec.mcore.te.te_layers import TERuntime, accumulate_wgrad, check_support
 from megatron_lowprec.recipe.explain import describe_training_state
@@ -83,10 +85,16 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
     if isinstance(model.runtime, RecipeRuntime):
         model.runtime.notes += describe_training_state(recipe)
         model.runtime.notes += rounded_sum_warnings(recipe.gradients, mpu.get_data_parallel_world_size())
+    on_gpu = torch.cuda.is_available() and config.transformer_impl == "local"
+    if on_gpu and not (config.no_lowprec_linears or config.no_gradient_accumulation_fusion):
+        accumulate_vocabulary_gradients(model.chunks)
     loss_tokens = weigh_aux_losses(model.chunks) if config.calculate_per_token_loss else None
     chunks = _data_parallel(config, transformer, list(model.chunks))
     optimizer, factor = build_optimizer(chunks, recipe, _optimizer_config(config, transformer), seed=config.seed)
-    cublaslt.enable(config.fp8_accumulate_wgrad)
+    try:
+        cublaslt.enable(config.fp8_accumulate_wgrad)
+    except RuntimeError as error:
+        raise UserError(f"--fp8-accumulate-wgrad: {error}") from None
     if config.fp8_accumulate_wgrad and isinstance(model.runtime, RecipeRuntime):
         model.runtime.notes.append(
             "--fp8-accumulate-wgrad: cuBLASLt adds weight gradients of FP8 products to main_grad"

@@ -201,6 +201,34 @@ def saved_memory(recipe: str, shape: str) -> None:
     assert held[1] < held[0], held
 
 
+def vocabulary_gradients(shape: str) -> None:
+    """Embedding and output layer add to main_grad what autograd would return, over two microbatches."""
+    from megatron_lowprec.mcore.optim.vocabulary_grad import accumulate_vocabulary_gradients
+
+    names = "embedding.word_embeddings.weight", "output_layer.weight"
+    found: list[dict[str, torch.Tensor]] = []
+    for accumulates in (False, True):
+        model = build(shape, False)
+        weights = dict(model.named_parameters())
+        if accumulates:
+            assert accumulate_vocabulary_gradients([model]) == (2 if dist.get_world_size() == 1 else 1)
+            for weight in weights.values():
+                weight.main_grad = torch.ones(weight.shape, device=DEVICE)
+                weight.grad_added_to_main_grad = False
+        for seed in (2, 3):
+            generator = torch.Generator().manual_seed(seed)
+            tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator).to(DEVICE)
+            positions = torch.arange(SEQUENCE, device=DEVICE).expand(BATCH, -1)
+            model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).sum().backward()
+        found.append({name: weight.grad for name, weight in weights.items()})
+        added = {name for name, weight in weights.items() if getattr(weight, "grad_added_to_main_grad", False)}
+        if accumulates:
+            assert added >= ({*names} if dist.get_world_size() == 1 else {names[1]})
+            found[-1] |= {name: weights[name].main_grad - 1 for name in added}
+    for name in names:
+        torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-4, atol=1e-5)
+
+
 def recomputed_mlp() -> None:
     """The bits of an MLP that runs once; its bias leaves the recomputed part with its output."""
     p = 0.1 if DEVICE == "cuda" else 0.5
@@ -529,6 +557,9 @@ if DEVICE == "cuda":
 CHECKS |= {
     f"saved-memory-{recipe}-{shape}": lambda recipe=recipe, shape=shape: saved_memory(recipe, shape)
     for recipe, shape in (("fp8_current", "gpt-sp"), ("mxfp8", "llama"), ("fp8_delayed", "gpt"))
+}
+CHECKS |= {
+    f"vocabulary-gradients-{shape}": lambda shape=shape: vocabulary_gradients(shape) for shape in ("gpt", "llama-tp")
 }
 DROPOUT = {"hidden_dropout": 0.1 if DEVICE == "cuda" else 0.5}
 CHECKS["fusions-delayed"] = lambda: fusions("fp8_delayed", taken=3, read=2, **DROPOUT)

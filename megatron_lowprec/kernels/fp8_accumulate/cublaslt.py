@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_lowprec.errors import UserError
-
 _DATA_TYPES = {torch.float32: 0, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # cudaDataType_t
 _COMPUTE_32F, _TRANSPOSED = 68, 1
 # cublasLtMatmulDescAttributes_t; an operation that is not set is none
@@ -61,14 +59,10 @@ class Plan(NamedTuple):
 
 
 def enable(on: bool) -> None:
-    """Let ``takes`` answer for this process.
-
-    Raises:
-        UserError: this build of torch has no cuBLASLt.
-    """
+    """Let ``takes`` answer for this process; RuntimeError for a build of torch without cuBLASLt."""
     global _enabled
     if on and library() is None:
-        raise UserError(
+        raise RuntimeError(
             "FP8 products that add to main_grad need cuBLASLt, which torch's CUDA builds bring; this torch "
             f"{torch.__version__} has none: leave the option out"
         )

@@ -5,7 +5,7 @@
 
 The first command streams wikimedia/wikipedia, 20231101.en, from the Hugging Face hub and stores only the tokens. It
 needs the package datasets; --dataset may also name a folder in the hub's format. Articles with a repeated title are
-dropped.
+dropped. With --checksums, each --input must be the file of its name in the list.
 After an interruption, the same command continues after the last complete shard. Each shard is a corpus for --data-path.
 PREFIX.manifest.json lists the shards with counts and checksums, which --verify compares with the files.
 """
@@ -13,12 +13,14 @@ PREFIX.manifest.json lists the shards with counts and checksums, which --verify 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
+from megatron_lowprec.shipped import find
 from megatron_lowprec.training.data import shards
 from megatron_lowprec.training.data.progress import progress_bar
 from megatron_lowprec.training.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
@@ -30,6 +32,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = Parser(description=__doc__)
     parser.add_argument("--output-prefix", metavar="PREFIX", help="shards are named PREFIX-00000_text_document.*")
     parser.add_argument("--input", nargs="+", metavar="FILE", help=".jsonl (.gz, .xz, .zst) or .parquet, not --dataset")
+    parser.add_argument("--checksums", type=find, metavar="FILE", help="sha256 of each --input, as data/corpus.sha256")
     parser.add_argument("--dataset", default="wikimedia/wikipedia", help="name on the hub, or a folder in its format")
     parser.add_argument("--dataset-config", default="20231101.en", help="default: 20231101.en")
     parser.add_argument("--dataset-split", default="train", help="default: train")
@@ -101,10 +104,29 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _source(args: argparse.Namespace) -> Source:
+    if args.checksums is not None:
+        _check_files(args.input or [], args.checksums)
     if args.input is not None:
         return Files(args.input, args.title_key, args.text_key)
     where = (args.dataset, args.dataset_config or None, args.dataset_split, args.dataset_revision)
     return Hub(*where, title_key=args.title_key, text_key=args.text_key)
+
+
+def _check_files(paths: Sequence[str], checksums: Path) -> None:
+    """Raise a UserError for a file whose name or content is not in the output of sha256sum in ``checksums``."""
+    if not paths:
+        raise UserError(f"--checksums {checksums}: is for the files of --input; name them, or leave it out")
+    lines = (line.split() for line in checksums.read_text(encoding="utf-8").splitlines())
+    listed = {words[-1]: words[0] for words in lines if words}
+    for path in paths:
+        if Path(path).name not in listed:
+            raise UserError(
+                f"--checksums {checksums}: has no {Path(path).name}; keep the files' names, or leave it out"
+            )
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != listed[Path(path).name]:
+            raise UserError(f"--input {path}: its sha256 is {found}, another than in {checksums}; copy it again")
 
 
 def _verify(manifest: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import lzma
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -277,3 +278,40 @@ def test_rows_of_another_form_are_named(
     source = parquet_files(tmp_path, [{"title": "a", "text": "b"}] * 13 + [{"title": "c"}] * 2)  # type: ignore[list-item]
     assert prepared(source, "out/en") == 2
     assert "text" in capsys.readouterr().err
+
+
+def test_the_shipped_text_is_of_the_listed_corpus(tmp_path: Path) -> None:
+    """Checksums, documents, bytes and GPT-2 tokens are those that the data's page states; no article is dropped."""
+    text, prefix = SHIPPED / "data" / "enwiki-valid.jsonl.xz", str(tmp_path / "valid")
+    page = (SHIPPED / "data" / "README.md").read_text(encoding="utf-8")
+    (row,) = (line for line in page.splitlines() if line.startswith("| `enwiki-valid.jsonl.xz` |"))
+    size, articles, text_bytes, tokens = (int(cell) for cell in row.strip("| ").split(" | ")[1:5])
+    words = ["--checksums", "data/corpus.sha256", "--workers", "2"]
+    assert prepare_wikipedia.main(["--input", str(text), "--output-prefix", prefix, *words]) == 0
+    manifest = json.loads(Path(f"{prefix}.manifest.json").read_text())
+    assert (manifest["documents"], manifest["tokens"]) == (articles, tokens)
+    assert (manifest["duplicates"], manifest["empty"]) == (0, 0)
+    with lzma.open(text) as lines:
+        texts = [json.loads(line)["text"] for line in lines]
+    assert (text.stat().st_size, sum(len(each.encode()) for each in texts)) == (size, text_bytes)
+    listed = (SHIPPED / "data" / "corpus.sha256").read_text().split()
+    for name in ("enwiki-valid.jsonl.xz", "enwiki-test.jsonl.xz"):
+        checksum = listed[listed.index(name) - 1]
+        assert hashlib.sha256((SHIPPED / "data" / name).read_bytes()).hexdigest() == checksum
+        assert f"{checksum}  {name}" in page
+
+
+def test_another_file_than_the_list_s_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    list_of, damaged, other = (tmp_path / name for name in ("list.sha256", "a.jsonl", "b.jsonl"))
+    list_of.write_text(f"{hashlib.sha256(b'whole').hexdigest()}  a.jsonl\n")
+    damaged.write_text("damaged")
+    other.write_text("")
+    arguments = ["--output-prefix", str(tmp_path / "out"), *BPE, "--checksums", str(list_of)]
+    for inputs, words in (
+        ([damaged], "another than in"),
+        ([other], "has no b.jsonl"),
+        ([], "is for the files of --input"),
+    ):
+        assert prepare_wikipedia.main([*arguments, *(["--input", *map(str, inputs)] if inputs else [])]) == 2
+        assert words in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))

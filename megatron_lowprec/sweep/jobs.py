@@ -79,7 +79,8 @@ def expand(sweep: Sweep, settings: Options, processes: int) -> list[Job]:
         options = merge(options, settings)
         if sweep.evaluate and options.get("no_save"):
             raise UserError(
-                f"{sweep.name}: evaluate scores a checkpoint, and no-save writes none; leave one of them out"
+                f"{sweep.name}: its jobs are scored by their checkpoints, and no-save writes none; leave no-save out, "
+                "or give --evaluate= for no scores"
             )
         jobs.append(replace(_job(index, recipe, model, variant, seed, options, processes), evaluate=sweep.evaluate))
     ids = [job.id for job in jobs]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.sweep import jobs
+from megatron_lowprec.sweep import cli, jobs
 from megatron_lowprec.sweep.spec import evaluation_flags, read
 from tests.sweep.conftest import Fake, WriteSweep
 
@@ -96,4 +96,16 @@ def test_a_run_without_checkpoint_cannot_be_scored(
     scored: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert scored.run(write_sweep(evaluate=FLAGS), "--set", "no-save=true") == 2
-    assert "evaluate scores a checkpoint, and no-save writes none" in capsys.readouterr().err
+    assert "leave no-save out, or give --evaluate= for no scores" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["fp4_rivals", "stochastic_rounding", "late_growth"])
+def test_studies_score_their_checkpoints(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.jsonl").write_text('{"text": "a"}\n')
+    arguments = [f"configs/sweeps/{name}.yaml", "--set", "train-data-path=text.jsonl", "--set", "no-save=true"]
+    assert cli.main([*arguments, "--dry-run"]) == 2
+    assert f"{name}: its jobs are scored by their checkpoints, and no-save writes none" in capsys.readouterr().err
+    assert cli.main([*arguments, "--dry-run", "--evaluate="]) == 0

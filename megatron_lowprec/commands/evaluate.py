@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.shipped import find
@@ -34,7 +35,7 @@ from megatron_lowprec.training.config.data_options import DATA_CACHE, find_data
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.data import corpus_writer, indexed_dataset
 from megatron_lowprec.training.data.blend import check_split
-from megatron_lowprec.training.data.tokenizer import tokenizer_of
+from megatron_lowprec.training.data.tokenizer import NullTokenizer, Tokenizer, tokenizer_of
 from megatron_lowprec.training.data.wikitext import SHIPPED, Page, read
 from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.distributed.visible_gpus import has_gpus
@@ -208,8 +209,14 @@ class Scorer:
         if len(ids) < 2:
             raise UserError(f"{path}: {len(ids)} tokens; scoring needs at least 2")
         found = self._score([Text(int(ids[0]), ids[1:])], path, None)
-        self._say(f"{path}: {found.tokens:,} tokens, loss {found.loss:.4f}, perplexity {found.perplexity:.3f}")
-        return {"tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
+        result = {"tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
+        line = f"{path}: {found.tokens:,} tokens, loss {found.loss:.4f}, perplexity {found.perplexity:.3f}"
+        size = None if isinstance(self._tokenizer, NullTokenizer) else _bytes(ids, self._tokenizer)
+        if size:
+            result |= {"bytes": size, "bits_per_byte": found.nats / size / math.log(2)}
+            line += f", {result['bits_per_byte']:.4f} bits per byte"
+        self._say(line)
+        return result
 
     def wikitext(self, path: str, pages: Sequence[Page]) -> dict[str, Any]:
         """Each article separately; loss per word and byte of the original text."""
@@ -256,6 +263,13 @@ class Scorer:
     def _say(self, *lines: str) -> None:
         if self._ranks.rank == 0:
             print(*lines, sep="\n", flush=True)
+
+
+def _bytes(ids: npt.NDArray[np.integer], tokenizer: Tokenizer) -> int:
+    """UTF-8 bytes of the documents of a stream of tokens, by decoding; end tokens have none."""
+    documents = np.split(ids, np.flatnonzero(ids == tokenizer.eod))
+    texts = (tokenizer.detokenize(document[document != tokenizer.eod].tolist()) for document in documents)
+    return sum(len(text.encode()) for text in texts)
 
 
 def _share(split: str | None, part: str) -> tuple[float, float]:

@@ -32,7 +32,7 @@ from megatron_lowprec.report.curve import (
     typical_seconds,
 )
 from megatron_lowprec.sweep.job_record import RECORD
-from megatron_lowprec.sweep.jobs import MANIFEST
+from megatron_lowprec.sweep.jobs import EVALUATION, MANIFEST
 from megatron_lowprec.training.config.arguments import RENAMED
 from megatron_lowprec.training.config.run_config import read_run_config
 
@@ -47,6 +47,14 @@ class Status(Enum):
     UNFINISHED = "unfinished"
     FAILED = "failed"
     NOT_STARTED = "not started"  # a job of a sweep without a folder
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """Loss of a run's last checkpoint on a text, under the recipe that it was trained under."""
+
+    nats: float  # a token
+    bits: float  # a byte of the text; NaN if its bytes are not recorded
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class Run:
     samples: Series | None = None  # consumed samples by iteration
     gradient_norms: Series | None = None  # before clipping, finite ones; None if not recorded
     seconds: float = math.nan  # per iteration: median over the run's second half; NaN if not recorded
+    texts: Mapping[str, TextLoss] = field(default_factory=dict)  # by a text's name; empty without evaluation.json
     record: Mapping[str, Any] = field(default_factory=dict)  # run.json; empty without it
     sweep: str | None = None  # names in the sweep, down to ``variant``
     model: str = "model"
@@ -200,6 +209,7 @@ def read_run(cell: Run, diverged_rise: float, say: Callable[[str], None]) -> Run
         seed=options.get("seed", cell.seed),
         model=cell.model if cell.sweep else Path(options.get("config") or "gpt").stem,
         record=record,
+        texts=_texts(folder, tell),
     )
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
@@ -344,6 +354,25 @@ def _exit(folder: Path, say: Callable[[str], None]) -> str:
     """The exit code of a failed job, as the end of a sentence; empty if not recorded."""
     cell = _json(folder / RECORD, {"exit_code": _NUMBER}, say)
     return f"; its process ended with exit code {cell['exit_code']}" if cell.get("exit_code") else ""
+
+
+def _texts(folder: Path, say: Callable[[str], None]) -> dict[str, TextLoss]:
+    """Losses in evaluation.json under the checkpoint's own recipe, by the texts' names; empty if missing or damaged."""
+    content = _json(folder / EVALUATION, {}, say)
+    found: dict[str, TextLoss] = {}
+    try:
+        for each in content.get("evaluations", [content] if content else []):
+            if each["recipe"] != each["trained_under"]:
+                continue
+            scores = {Path(path).name.partition(".")[0]: score for path, score in each["data"].items()}
+            scores |= {"WikiText": each["wikitext"]} if "wikitext" in each else {}
+            for name, score in scores.items():
+                loss = TextLoss(float(score["loss"]), float(score.get("bits_per_byte", math.nan)))
+                found[name.removesuffix("_text_document")] = loss
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        say(f"{folder / EVALUATION}: dropped, no scores of megatron-lowprec eval ({type(error).__name__})")
+        return {}
+    return found
 
 
 def _json(path: Path, kinds: Mapping[str, tuple[type, ...]], say: Callable[[str], None]) -> dict[str, Any]:

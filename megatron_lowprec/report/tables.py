@@ -19,6 +19,7 @@ from megatron_lowprec.report.verdict import Outcome, Verdict
 from megatron_lowprec.text_tables import plain_table
 
 _FIFTHS = ("first", "second", "third", "fourth", "last")
+_NATS, _BITS = "nats", "bits a byte"
 _GROWTH = 2.0  # of the gradient norm; 289 of the 291 runs in docs/results stay below 1.51
 
 
@@ -40,9 +41,12 @@ class Table:
         return plain_table(self.columns, self.rows, self.left)
 
 
-def quality(group: Group, fit: Fit | None, confidence: float) -> Table:
-    """Gap of each recipe to the reference with its interval, final validation loss, and throughput."""
-    rows = []
+def quality(group: Group, fit: Fit | None, confidence: float, texts: Sequence[str] | None = None) -> Table:
+    """Gap of each recipe to the reference with its interval, final validation loss, losses by text, and throughput.
+
+    ``texts`` names the columns of ``text_columns``; by default those of the group.
+    """
+    rows, texts = [], text_columns([group]) if texts is None else texts
     for label in group.labels:
         finished = _count_seeds(group.of(label, Status.FINISHED))
         others = [(how, _count_seeds(group.of(label, how))) for how in (Status.DIVERGED, Status.NOT_STARTED)]
@@ -59,6 +63,7 @@ def quality(group: Group, fit: Fit | None, confidence: float) -> Table:
             f"{confidence:.0%} interval\n% of perplexity": gap[3],
             "validation loss\nnats": number(known.mean(label) if known else math.nan, 4),
             "seeds' sd\nnats": number(known.deviation(label) if known else math.nan, 4),
+            **_by_text(group.of(label, Status.FINISHED), texts),
             "throughput\ntokens/s": number(_median([run.tokens_a_second for run in runs]), 0),
             "GEMMs": _execution(runs),
         }
@@ -66,11 +71,30 @@ def quality(group: Group, fit: Fit | None, confidence: float) -> Table:
     return Table.of(rows, {"recipe", "GEMMs"})
 
 
+def text_columns(groups: Sequence[Group]) -> list[str]:
+    """Columns of the texts on which finished runs were scored: nats a token, and bits a byte where those are known."""
+    scored = [run.texts for group in groups for run in group.runs if run.status is Status.FINISHED]
+    names = dict.fromkeys(name for texts in scored for name in texts)
+    known = {name for texts in scored for name, loss in texts.items() if not math.isnan(loss.bits)}
+    return [f"{name}\n{unit}" for name in names for unit in (_NATS, _BITS) if unit == _NATS or name in known]
+
+
+def _by_text(runs: Sequence[Run], columns: Sequence[str]) -> dict[str, str]:
+    """Mean over the runs in each of these columns."""
+    cells = {}
+    for column in columns:
+        name, _, unit = column.rpartition("\n")
+        losses = [run.texts[name] for run in runs if name in run.texts]
+        values = [loss.nats if unit == _NATS else loss.bits for loss in losses]
+        cells[column] = number(float(np.mean(values)) if values else math.nan, 4)
+    return cells
+
+
 def all_groups(groups: Sequence[Group], fits: Mapping[str, Fit | None], confidence: float) -> Table:
     """The rows of ``quality`` of several groups with one reference, without the intervals in perplexity."""
-    rows = []
+    rows, texts = [], text_columns(groups)
     for group in groups:
-        table = quality(group, fits[group.name], confidence)
+        table = quality(group, fits[group.name], confidence, texts)
         for row in table.rows:
             cells = dict(zip(table.columns, row))
             del cells[f"{confidence:.0%} interval\n% of perplexity"]

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from statistics import mean, median, stdev
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,6 +96,28 @@ def test_gaps_means_and_spreads(name: str) -> None:
             assert shown(row["gap to bf16, nats"]) == within(gap, 4)
             assert shown(row["gap, % of perplexity"]) == within(100 * math.expm1(gap), 2)
     assert checked == len({(variant, recipe) for (_, variant), found in groups.items() for recipe, _ in found})
+
+
+@pytest.mark.parametrize("name", ["mxfp8-operands/3m-layers", "mxfp8-operands/25m-one-machine"])
+def test_losses_by_text(name: str) -> None:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path, text in Archive(name).texts.items():
+        run, _, file = path.rpartition("/")
+        if file == "evaluation.json":
+            match = _RUN.fullmatch(run.rpartition("/")[2])
+            assert match is not None, run
+            own = (each for each in json.loads(text)["evaluations"] if each["recipe"] == each["trained_under"])
+            found.setdefault(match["recipe"], []).append(list(own)[-1])
+    rows = table("mxfp8-operands.md", f"quality {name}.safetensors.xz")
+    assert {row["recipe"] for row in rows} == found.keys()
+    for row in rows:
+        scores = found[row["recipe"]]
+        wikitext = [each["wikitext"] for each in scores]
+        nats = [each["data"]["data/enwiki-test.jsonl.xz"]["loss"] for each in scores]
+        assert shown(row["enwiki-test, nats"]) == within(mean(nats), 4)
+        assert shown(row["WikiText, nats"]) == within(mean(each["loss"] for each in wikitext), 4)
+        bits = [each["loss"] * each["tokens"] / each["bytes"] / math.log(2) for each in wikitext]
+        assert shown(row["WikiText, bits a byte"]) == within(mean(bits), 4)
 
 
 TOKENS = {"epoch_1": "72.1M", "epochs_4": "288M"}

@@ -119,6 +119,26 @@ def test_the_table_has_the_runs_numbers(tmp_path: Path, capsys: pytest.CaptureFi
     ]
 
 
+def test_the_table_has_a_column_for_each_text(tmp_path: Path) -> None:
+    """The mean over the finished runs; bits a byte where they are known."""
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp8": 3.8, "mxfp4": 3.9}, seeds=2)
+    for name, losses in {"bf16-s1": (4.0, 3.0), "bf16-s2": (4.2, 3.1), "mxfp8-s1": (4.4, 3.3)}.items():
+        data = {"data/docs-test.jsonl.xz": {"loss": losses[0], "bits_per_byte": losses[0] / 4}}
+        own = {"recipe": "r", "trained_under": "r", "data": data, "wikitext": {"loss": losses[1]}}
+        (sweep / name / "evaluation.json").write_text(json.dumps(own))
+    (group,), _ = group_runs(find_runs([str(sweep)], 0.5)[0], "bf16")
+    fit = Fit(group.final_losses(), 0.95)
+    table = tables.quality(group, fit, 0.95)
+    columns = ["docs-test\nnats", "docs-test\nbits a byte", "WikiText\nnats"]
+    assert [column for column in table.columns if column in columns] == columns
+    rows = {row[0]: dict(zip(table.columns, row)) for row in table.rows}
+    assert [rows["bf16"][column] for column in columns] == ["4.1000", "1.0250", "3.0500"]
+    assert [rows["mxfp8"][column] for column in columns] == ["4.4000", "1.1000", "3.3000"]
+    assert [rows["mxfp4"][column] for column in columns] == ["\N{EN DASH}"] * 3
+    several = tables.all_groups([group], {group.name: fit}, 0.95)
+    assert set(columns) <= set(several.columns)
+
+
 def test_the_table_fits_a_terminal(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 3.7, "mxfp4_rht_sr": 3.8}, scatter=0.02)
     write_run(sweep / "mxfp4_rht_sr-s4", "mxfp4_rht_sr", 4, nan_from=200)

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,41 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert run.tokens_a_second == pytest.approx(64 * 1024 / 0.1)
     assert run.peak_memory_gib == 7
     assert run.tokens_at(np.array([0, 100, 400])) == pytest.approx([0, 6_553_600, 26_214_400])
+
+
+def score(recipe: str, trained: str = "mxfp8", **texts: Any) -> dict[str, Any]:
+    """An evaluation of a checkpoint, as megatron-lowprec eval writes it."""
+    return {"recipe": recipe, "trained_under": trained, "data": {}, **texts}
+
+
+def test_losses_by_text_are_those_under_the_own_recipe(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "mxfp8")
+    data = {"FOLDER1/docs-test.jsonl.xz": {"loss": 3.5}, "a/wiki_text_document": {"loss": 4.2, "bits_per_byte": 1.3}}
+    own = score("mxfp8", data=data, wikitext={"loss": 4.4, "bits_per_byte": 1.4})
+    for content in ({"evaluations": [score("bf16", data={"docs-test": {"loss": 9}}), own]}, own):
+        (folder / "evaluation.json").write_text(json.dumps(content))
+        (run,) = find(folder)
+        assert list(run.texts) == ["docs-test", "wiki", "WikiText"]
+        assert [loss.nats for loss in run.texts.values()] == [3.5, 4.2, 4.4]
+        assert [loss.bits for loss in run.texts.values()] == pytest.approx([math.nan, 1.3, 1.4], nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"evaluations": 5},
+        {"evaluations": ["bf16"]},
+        score("mxfp8", data=[1]),
+        score("mxfp8", data={"a": {"loss": "much"}}),
+        score("mxfp8", wikitext={}),
+    ],
+)
+def test_scores_of_another_form_are_named_and_dropped(tmp_path: Path, content: dict[str, Any]) -> None:
+    folder = write_run(tmp_path / "run", "mxfp8")
+    (folder / "evaluation.json").write_text(json.dumps(content))
+    (run,), notes = find_runs([str(folder)], 0.5)
+    assert (run.status, run.texts) == (Status.FINISHED, {})
+    assert re.fullmatch(r".*/run/evaluation\.json: dropped, no scores of megatron-lowprec eval \(\w+\)", notes[0])
 
 
 def test_a_run_under_two_recipes_is_no_run_of_either(tmp_path: Path) -> None:

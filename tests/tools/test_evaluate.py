@@ -39,6 +39,15 @@ def test_the_loss_equals_the_drivers_validation_loss(drive: Drive) -> None:
     assert again["data"][prefix] == found["data"]["text.jsonl"]
 
 
+def test_bits_a_byte_refer_to_the_text(trained: str) -> None:
+    """End tokens have no bytes; a character of several tokens has its own."""
+    documents = ["The cat sat. \N{SNOWMAN}\N{GREEK SMALL LETTER ALPHA}", "Another  text\n\nof two lines."]
+    Path("two.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    found = run("--load", trained, "--data-path", "two.jsonl", "--data-cache-path", "cache")["data"]["two.jsonl"]
+    assert found["bytes"] == sum(len(text.encode()) for text in documents)
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / found["bytes"] / math.log(2))
+
+
 def reference_nats(folder: Path, ids: list[int], eod: int, length: int) -> float:
     """Negative log likelihood of one article in contiguous windows, the last one whole as well, by plain torch."""
     total = 0.0

@@ -23,6 +23,13 @@ def of_runs(made: Path) -> list[FuzzedReader]:
 
             record = Record(job, "done", 0, 1, 3.0, now(), now(), 4, 4, 32, "0", {"recipe": {}}, ["x"])
             write({f"sweep/{job}/cell.json": json.dumps(asdict(record))})
+            own = {
+                "recipe": "bf16",
+                "trained_under": "bf16",
+                "data": {"a.jsonl": {"loss": 4.5}},
+                "wikitext": {"loss": 5},
+            }
+            write({f"sweep/{job}/evaluation.json": json.dumps({"evaluations": [own]})})
         cells = [
             {
                 "id": job,
@@ -110,7 +117,7 @@ def of_runs(made: Path) -> list[FuzzedReader]:
 
         holder(Path("run.lock"))
 
-    jobs = tuple(f"sweep/a-bf16-s1/{name}" for name in (*names, "cell.json"))
+    jobs = tuple(f"sweep/a-bf16-s1/{name}" for name in (*names, "cell.json", "evaluation.json"))
     return [
         FuzzedReader("report", (*jobs, "sweep/sweep.json"), make_sweep, report),
         FuzzedReader("status of a sweep", (jobs[1], jobs[4], "sweep/sweep.json"), make_sweep, status),

@@ -7,6 +7,8 @@
 #   step       a step of 345M and 1.3B under the FP8 recipes, and with TransformerEngine if it is installed
 #   graphs     a step of 345M with and without CUDA graphs, at batch 16 and 2
 #   linear     a linear layer under each recipe and with TransformerEngine and torchao, and the quantizers
+#   fourbit    steps, linear layers and quantizers of NVFP4, its rivals and MXFP4
+#   rehearsal  the sources of Blackwell's products on this GPU: kernels, and the layers of 345M and 1.3B, with a table
 #   experts    the experts of a 16B layer, grouped and one after the other, with torch and TransformerEngine
 #   convert    a step of Hugging Face models under convert, with torchao
 #   memory     peak memory with and without --recompute-gelu and --fp8-param-gather
@@ -93,6 +95,20 @@ linear() {
     run python -m tools.bench linear --recipes fp8_delayed,fp8_current,fp8_rowwise,fp8_blockwise,mxfp4_rht_sr \
         --peers te,torchao --out "$out/linear.json" &&
         run python -m tools.bench quantize --out "$out/quantize.json"
+}
+
+fourbit() {
+    local recipes=nvfp4,nvfp4_all,quartet2,mxfp4_rht_sr failed=0
+    run python -m tools.bench linear --shapes 345m,1.3b --recipes $recipes --out "$out/fourbit-linear.json" || failed=1
+    run python -m tools.bench quantize --shapes 1.3b --formats e2m1,nvfp4 --out "$out/fourbit-quantize.json" || failed=1
+    run python -m tools.bench step --shapes 345m,1.3b --recipes $recipes --rounds 2 --out "$out/fourbit-step.json" ||
+        failed=1
+    return $failed
+}
+
+rehearsal() {
+    run python -m tools.check_native --rehearse --no-steps --out "$out/rehearsal" &&
+        run python -m pytest -q -m gpu tests/kernels/test_mx_gemm.py tests/linear/test_blackwell_mx.py
 }
 
 experts() {

@@ -1,4 +1,4 @@
-"""Check MX and NVFP4 products of this GPU; writes one text to paste into an issue, and one JSON.
+"""Check MX and NVFP4 products of this GPU; writes one text to paste into an issue, one JSON and a table for a page.
 
 ``scripts/check_native.sh`` runs it. For the linear layers of each model and each recipe, every operand is compared with
 the quantizer's reference, stochastic rounding with the frequencies of its fractions, and every product with the
@@ -33,7 +33,7 @@ from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.text_tables import Column, named, render
+from megatron_lowprec.text_tables import Column, markdown_table, named, render
 from tools.bench.machine import header, header_lines
 from tools.bench.shapes import LinearShape, models
 
@@ -62,9 +62,31 @@ def layer_checks(recipe: str, shape: LinearShape, tokens: int, device: torch.dev
             grad = gemms.grad_output(dy, rng_step)
             gemms.dgrad(grad, w, rng_step)
             gemms.wgrad(grad, saved.input(), rng_step, accumulate_into=total)
-    worst = max((check.error for check in CHECKS.results.values()), default=0.0)
-    found = CHECKS.as_json()
-    return {"recipe": recipe, "model": shape.model, "layer": shape.name, **found, "worst": worst}
+    errors = [(isinstance(key[1], int), check.error) for key, check in CHECKS.results.items()]  # a size, or a tensor
+    of_products, of_operands = ([error for product, error in errors if product is which] for which in (True, False))
+    return {
+        "recipe": recipe,
+        "model": shape.model,
+        "layer": shape.name,
+        **CHECKS.as_json(),
+        "operands": len(of_operands),
+        "products": len(of_products),
+        "worst": max([*of_operands, *of_products], default=0.0),
+        "worst_product": max(of_products, default=0.0),
+    }
+
+
+def page_table(layers: Sequence[dict[str, Any]], about: str) -> str:
+    """A Markdown table by recipe, as docs/results/gpu-tests.md has it, below a line on machine and commit."""
+    rows = []
+    for recipe in dict.fromkeys(one["recipe"] for one in layers):
+        of_recipe = [one for one in layers if one["recipe"] == recipe]
+        counts = [str(sum(one[key] for one in of_recipe)) for key in ("operands", "products")]
+        worst = f"{max(one['worst_product'] for one in of_recipe):.2g}"
+        faults = "; ".join(f"{one['layer']} of {one['model']}: {one['fault']}" for one in of_recipe if one["fault"])
+        rows.append([f"`{recipe}`", str(len(of_recipe)), *counts, worst, faults or "none"])
+    headings = ["recipe", "layers", "operands", "products", "worst product, of its bound", "faults"]
+    return "\n".join([about, "", *markdown_table(headings, rows, left=["recipe", "faults"])])
 
 
 @contextmanager
@@ -133,6 +155,7 @@ def check(options: argparse.Namespace, command: str) -> int:
     print(whole.rstrip())
     record = {"header": about, "arch": arch, "rehearsal": options.rehearse, "layers": layers, "steps": steps}
     atomic_write(options.out / "check_native.txt", whole.rstrip() + "\n")
+    atomic_write(options.out / "check_native.md", page_table(layers, ", ".join(header_lines(about))) + "\n")
     atomic_write(options.out / "check_native.json", json.dumps(record, indent=1) + "\n")
     return 1 if faults else 0
 
@@ -140,7 +163,9 @@ def check(options: argparse.Namespace, command: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 if a check failed, or 2 for a UserError."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("check_native"), help="folder of check_native.txt and .json")
+    parser.add_argument(
+        "--out", type=Path, default=Path("check_native"), help="folder of check_native.txt, .json and .md"
+    )
     parser.add_argument("--shapes", default="345m,1.3b", help="models (default: 345m,1.3b)")
     parser.add_argument("--recipes", default=",".join(RECIPES), help=f"recipes (default: {','.join(RECIPES)})")
     parser.add_argument("--tokens", type=int, default=4096, help="rows of an activation (default: 4096)")

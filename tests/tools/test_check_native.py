@@ -30,6 +30,12 @@ def test_right_products_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert re.search(r"mxfp8 +smoke +qkv +9 +0\b", text)  # three products and six operands
     assert [layer["fault"] for layer in record["layers"]] == [""] * 8
     assert record["steps"] is None
+    about, _, *table = (tmp_path / "check_native.md").read_text().splitlines()
+    assert "commit" in about
+    assert [line.split(" | ")[:4] for line in table[2:]] == [
+        ["| `mxfp8`", "4", "24", "12"],
+        ["| `nvfp4_all`", "4", "24", "12"],
+    ]
     assert record["header"]["command"].startswith("python -m tools.check_native --device cpu")
 
 

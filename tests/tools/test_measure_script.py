@@ -19,7 +19,7 @@ PARTS = (
     "tests",
     "step",
     "graphs",
-    "linear",
+    *("linear", "fourbit", "rehearsal"),
     *("experts", "convert"),
     *("memory", "peaks", "activations"),
     "configs",

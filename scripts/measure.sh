@@ -17,6 +17,10 @@
 #   configs    100 steps of the configs gpt_345m and gpt_1.3b, at a small batch
 #   large      10 steps of gpt_6.7b, tensor-parallel on all GPUs
 #   scaling    weak scaling from one GPU to all
+#   llama      8B without tensor parallelism on all GPUs, 16 accumulations, in this driver and in stock Megatron-LM with
+#              TransformerEngine, and where the milliseconds of a step go
+#   weak       weak scaling of 1.3B and 8B, without tensor parallelism
+#   snapshot   a step with a snapshot of quantization errors
 #   layouts    every recipe on every parallel layout that fits the GPUs, against one process
 #   schedule   which schedule of gpt_25m has the least spread over seeds
 #   recipes    every recipe at 25M, and eight recipes with eight seeds
@@ -203,6 +207,48 @@ large() {
 
 scaling() {
     run python -m tools.bench scaling --gpus "1,$gpus" --shapes 345m,1.3b --recipes bf16,fp8_delayed --out "$out/scaling.json"
+}
+
+llama() {
+    local recipe flags failed=0
+    for recipe in bf16 fp8_current fp8_delayed "fp8_current --fp8-accumulate-wgrad" "fp8_delayed --fp8-accumulate-wgrad"; do
+        # shellcheck disable=SC2086 # a recipe, and flags after it
+        mock "llama/${recipe// --/-}" "$gpus" --config configs/models/llama3_8b.yaml --tensor-model-parallel-size 1 \
+            --global-batch-size $((16 * gpus)) --train-iters 8 --recipe $recipe || failed=1
+    done
+    for flags in "" "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather" \
+        "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"; do
+        # shellcheck disable=SC2086
+        stock_llama $flags || failed=1
+    done
+    run python -m tools.bench profile --shapes 8b --recipes bf16,fp8_current,fp8_delayed --gpus "$gpus" \
+        --microbatches 4 --out "$out/profile.json" || failed=1
+    return $failed
+}
+
+# stock_llama FLAGS...: eight steps of the same model in the checkout CLIENT; TE is a folder with TransformerEngine.
+stock_llama() {
+    local PYTHONPATH=${TE:+$TE:}${PYTHONPATH:-} CUDA_DEVICE_MAX_CONNECTIONS=1
+    export PYTHONPATH CUDA_DEVICE_MAX_CONNECTIONS
+    run torchrun --standalone --nproc-per-node "$gpus" "${CLIENT:-Megatron-LM}/pretrain_gpt.py" --num-layers 32 \
+        --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention \
+        --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope \
+        --rotary-base 500000 --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights \
+        --disable-bias-linear --hidden-dropout 0.0 --attention-dropout 0.0 --micro-batch-size 1 \
+        --global-batch-size $((16 * gpus)) --train-iters 8 --lr 3e-4 --bf16 --mock-data \
+        --tokenizer-type NullTokenizer --vocab-size 128255 --transformer-impl transformer_engine \
+        --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --cross-entropy-loss-fusion \
+        --no-check-for-nan-in-loss-and-grad --no-gradient-accumulation-fusion --eval-iters 1 \
+        --eval-interval 1000 --log-interval 1 --log-throughput "$@"
+}
+
+weak() {
+    run python -m tools.bench scaling --gpus 1,2,4 --shapes 1.3b --recipes bf16,fp8_delayed --out "$out/weak-1.3b.json" &&
+        run python -m tools.bench scaling --gpus 2,4 --shapes 8b --recipes bf16,fp8_delayed --out "$out/weak-8b.json"
+}
+
+snapshot() {
+    run python -m tools.bench step --shapes 345m --recipes fp8_delayed,mxfp4_rht_sr --snapshots --out "$out/snapshot.json"
 }
 
 layouts() {

@@ -54,25 +54,6 @@ _SLURM = {
 }
 
 
-# Those of Megatron-LM's script that its arguments.py adds.
-_MEGATRON_LM = (
-    *("--seq-length", "--max-position-embeddings", "--micro-batch-size", "--train-iters", "--lr", "--mock-data"),
-    *("--tokenizer-type", "--vocab-size", "--transformer-impl", "--bf16", "--no-gradient-accumulation-fusion"),
-    *(
-        "--eval-iters",
-        "--eval-interval",
-        "--log-interval",
-        "--global-batch-size",
-        "--min-lr",
-        "--lr-decay-style",
-        "--lr-warmup-fraction",
-    ),
-    *("--weight-decay", "--clip-grad", "--use-distributed-optimizer", "--overlap-grad-reduce"),
-    *("--overlap-param-gather", "--fp8-param-gather", "--spec", "--cross-entropy-loss-fusion", "--timing-log-level"),
-    *("--no-masked-softmax-fusion", "--no-persist-layer-norm", "--no-rope-fusion"),
-)
-
-
 def plain(words: Sequence[str]) -> list[str]:
     """Without what stands for "and the rest of it"; an ellipsis behind a flag is that flag's value."""
     before = ["", *words]
@@ -227,7 +208,7 @@ def check_megatron_lm(words: Sequence[str]) -> None:
     """Flags of Megatron-LM's own script, most of them made from TransformerConfig, and the recipe of a factory."""
     from megatron.core.transformer import TransformerConfig
 
-    known = set(_MEGATRON_LM)
+    known = set(megatron_flags())
     for field in dataclasses.fields(TransformerConfig):
         default = ["--" + field.name.replace("_", "-")]
         known |= set(field.metadata.get("argparse_meta", {}).get("arg_names", default))

@@ -25,6 +25,7 @@ PARTS = (
     "configs",
     "large",
     "scaling",
+    *("llama", "weak", "snapshot"),
     "layouts",
     *("schedule", "recipes", "ladder", "rates", "variants", "operands", "medium"),
     "lm",

@@ -25,6 +25,7 @@ COMMANDS = {
         1,
         "a training step in Megatron-LM, stock, under --spec and with TransformerEngine",
     ),
+    "profile": (1, "kernels of a profiled training step by kind, beside their floors"),
     "scaling": (1, "weak scaling of a training step: several GPUs over one, data parallel"),
     "exchange": (1, "gradients over data-parallel ranks: FP8-LM beside reduce-scatters in fp32 and bf16"),
     "ops": (3, "the ops of a step besides its linear layers, against torch and Megatron-core"),
@@ -107,6 +108,15 @@ def build_parser() -> argparse.ArgumentParser:
     parts["scaling"].add_argument(
         "--gpus", type=names, default=["1", "8"], help="numbers of GPUs, on a CPU of processes (default: 1,8)"
     )
+    profile = parts["profile"]
+    profile.add_argument("--gpus", type=int, default=4, help="data-parallel processes (default: %(default)s)")
+    profile.add_argument("--microbatches", type=int, default=4, help="of a step on a GPU (default: %(default)s)")
+    profile.add_argument("--micro-batch", type=int, help="sequences of a microbatch (default: the model's)")
+    profile.add_argument("--trace", type=Path, metavar="FILE", help="read this trace of one of --recipes instead")
+    profile.add_argument(
+        "--tflops", type=_rates, default=(989.4, 1978.9), metavar="BF16,FP8", help="dense peaks (default: H100, H200)"
+    )
+    profile.add_argument("--bandwidth", type=float, default=4.8, help="of memory in TB/s (default: %(default)s, H200)")
     parts["exchange"].add_argument("--gpus", type=int, default=2, help="ranks, on a CPU processes (default: 2)")
     parts["ops"].add_argument(
         "--ops", type=names, help="norm,bias,gelu,dropout,cast,transpose,loss,attention (default: all)"
@@ -119,6 +129,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _paths(text: str) -> list[Path]:
     return [Path(name) for name in names(text)]
+
+
+def _rates(text: str) -> tuple[float, float]:
+    bf16, fp8 = map(float, text.split(","))
+    return bf16, fp8
 
 
 def main(argv: Sequence[str]) -> int:

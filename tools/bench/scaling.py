@@ -14,7 +14,10 @@ from tools.bench.shapes import ModelShape
 from tools.bench.step import LOSS, NAMED, PEAK, RATE, TIMES, Runs, measured, median_ms, models_with_config, row_of
 
 RECIPES = ("bf16", "fp8_delayed")
-FLAGS = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+FLAGS = (
+    *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    *("--tensor-model-parallel-size", "1"),
+)
 COLUMNS = (
     *NAMED,
     Column("processes", "GPUs", "d"),

@@ -73,6 +73,7 @@ QUALITY = {
     "mxfp8-operands/3m-layers": [],
     "mxfp8-operands/25m": [],
     "mxfp8-operands/25m-one-machine": [],
+    "mxfp8-operands/tiny": [],
 }
 """Archive -> recipes whose noise stands out, which the page compares by their pairs."""
 

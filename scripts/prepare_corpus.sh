@@ -11,7 +11,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ $# -ge 2 ] || { sed -n 's/^#   //p' "${BASH_SOURCE[0]}" >&2 && exit 2; }
 mkdir -p "$2"
 corpus=$(cd "$1" && pwd) out=$(cd "$2" && pwd) workers=${3:-$(nproc)}
-sums=$here/scripts/corpus.sha256
+sums=${SUMS:-$here/scripts/corpus.sha256}
 cd "$here"
 
 check() { # FOLDER PATTERN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import random
@@ -22,6 +23,11 @@ SCRIPT = Path(__file__).parents[2] / "scripts/study.sh"
 PYTHON = """#!/bin/bash
 while [ "$1" != --out ]; do shift; done
 mkdir -p "$2/job/iter_0000001" && echo '{"iteration": 7}' >"$2/job/metrics.jsonl" && touch "$2/job/iter_0000001/weights"
+"""
+COPIES = """#!/bin/bash
+shift 4
+while [ "$1" != --output-prefix ]; do texts+=("$1") && shift; done
+for suffix in bin idx; do cat "${texts[@]}" >"$2_text_document.$suffix"; done
 """
 
 
@@ -85,6 +91,32 @@ def test_sweeps_of_a_study_expand(capsys: pytest.CaptureFixture[str], lane: Path
         rows = [row.split("\t") for row in capsys.readouterr().out.splitlines()]
         assert {row[3] for row in rows} == {"1234"}
         assert all("--no-save" not in row[4] and "train-data-path" in row[4] for row in rows)
+
+
+@pytest.mark.parametrize("altered", [None, "docs-train-00.jsonl.xz", "both_text_document.bin"])
+def test_a_corpus_of_other_bytes_is_refused(tmp_path: Path, altered: str | None) -> None:
+    """With an interpreter that copies texts in place of ``preprocess``."""
+    script, corpus, tokens = SCRIPT.with_name("prepare_corpus.sh"), tmp_path / "corpus", tmp_path / "tokens"
+    corpus.mkdir()
+    texts = {f"{name}-train-00.jsonl.xz": name.encode() for name in ("enwiki", "docs")}
+    for name, text in texts.items():
+        (corpus / name).write_bytes(text)
+    (tmp_path / "python").write_text(COPIES)
+    (tmp_path / "python").chmod(0o755)
+    bins = {"wikipedia": b"enwiki", "both": b"enwikidocs"}
+    written = {f"{name}_text_document.{suffix}": text for name, text in bins.items() for suffix in ("bin", "idx")}
+    sums = {name: hashlib.sha256(text).hexdigest() for name, text in (texts | written).items()}
+    if altered is not None:
+        sums[altered] = hashlib.sha256(b"other").hexdigest()
+    (tmp_path / "sums").write_text("".join(f"{value}  {name}\n" for name, value in sums.items()))
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SUMS": str(tmp_path / "sums")}
+    done = subprocess.run([script, corpus, tokens], env=env, capture_output=True, text=True, check=False)
+    if altered is None:
+        assert done.returncode == 0, done.stderr
+        assert f"DATA={tokens}/both_text_document WIKIPEDIA={tokens}/wikipedia_text_document" in done.stdout
+    else:
+        assert done.returncode != 0
+        assert f"{altered}: FAILED" in done.stdout
 
 
 def test_another_action_prints_how_it_is_used(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_an_older_checkpoint_can_be_chosen(drive: Drive, whole: Path, capsys: py
     assert losses(Path("new")) == losses(whole)[2:]
     with pytest.raises(UserError, match=r"no checkpoint of iteration 3; there are 6, 4, 2"):
         drive(argv(**common, ckpt_step=3))
-    with pytest.raises(UserError, match="--ckpt-step 2 chooses a checkpoint of --load FOLDER"):
+    with pytest.raises(UserError, match="--ckpt-step 2 does nothing without --load or --pretrained-checkpoint"):
         drive(argv(**common | {"load": None, "save": "newer"}, ckpt_step=2))
 
 

@@ -189,7 +189,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         ),
         (
             {"capture_step": 1, "capture_layers": "*", "no_lowprec_linears": True},
-            "leave it or --no-lowprec-linears out",
+            "excludes --no-lowprec-linears; leave one of the two out",
         ),
     ],
 )

@@ -172,7 +172,7 @@ def test_bf16_writes_no_quantization_log(drive: Drive, capsys: pytest.CaptureFix
         ),
         (
             {"log_quantization_interval": 5, "transformer_impl": "transformer_engine"},
-            "measures this project's layers, not at --transformer-impl transformer_engine's; leave one of the two out",
+            "is for --transformer-impl local, and this run has --transformer-impl transformer_engine; leave one of the two",
         ),
     ],
 )

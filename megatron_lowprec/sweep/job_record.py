@@ -14,6 +14,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import atomic_write, read_json
 from megatron_lowprec.recipe.parsing import in_current_form
 from megatron_lowprec.sweep.jobs import NOT_THE_RUN, Job
+from megatron_lowprec.training.config.options import OPTIONS
 from megatron_lowprec.training.distributed import process_lock
 from megatron_lowprec.training.distributed.process_lock import Holder, ProcessLock
 
@@ -150,12 +151,19 @@ def differences(record: Record, job: Job) -> list[str]:
     """Fields in which the job differs from the run that its folder was created for."""
     if record.hash == digest(job.resolved):
         return []
-    before, after = dict(_flat(_today(record.resolved))), dict(_flat(job.resolved))
+    older = _today(record.resolved)
+    options = {name: value for name, value in job.resolved["options"].items() if not _is_as_before(name, value, older)}
+    before, after = dict(_flat(older)), dict(_flat({**job.resolved, "options": options}))
     return [
         f"{name} {_shown(after.get(name))} (was {_shown(before.get(name))})"
         for name in sorted(before.keys() | after.keys())
         if before.get(name) != after.get(name)
     ]
+
+
+def _is_as_before(name: str, value: Any, older: Mapping[str, Any]) -> bool:
+    """Whether a job names the value that an option had by default when an older record left it out."""
+    return name not in older["options"] and value is not None and value == OPTIONS[name].formerly
 
 
 def _today(resolved: Mapping[str, Any]) -> Mapping[str, Any]:

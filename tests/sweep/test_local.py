@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -9,12 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.sweep import cli, local
-from megatron_lowprec.sweep.job_record import Lock
+from megatron_lowprec.sweep import cli, job_record, local
+from megatron_lowprec.sweep.job_record import Lock, Record
 from megatron_lowprec.sweep.spec import Resources
 from megatron_lowprec.sweep.view import View
 from tests.sweep.conftest import Fake, WriteSweep
@@ -182,6 +184,19 @@ def test_fields_that_recipes_get_later_change_no_job(fake: Fake, write_sweep: Wr
     (fake.out / MXFP4 / "cell.json").write_text(json.dumps(record))
     assert fake.run(path) == 0
     assert len(fake.calls(MXFP4)) == 1
+
+
+def test_a_default_that_is_named_and_logs_that_move_change_no_job() -> None:
+    def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+        parts = [{"options": options, "recipe": {}, "processes": 1} for options in (before, now)]
+        fields = dict.fromkeys((field.name for field in dataclasses.fields(Record)), None)
+        record = Record(**{**fields, "resolved": parts[0], "hash": "of another version"})  # type: ignore[arg-type]
+        return job_record.differences(record, SimpleNamespace(resolved=parts[1]))  # type: ignore[arg-type]
+
+    # Versions before counted --keep-last, and had --fp8-param-gather off by default.
+    assert differences({"lr": 1.0, "keep_last": 1}, {"lr": 1.0, "fp8_param_gather": False}) == []
+    assert differences({"lr": 1.0}, {"lr": 1.0, "fp8_param_gather": True}) == ["fp8-param-gather True (was not set)"]
+    assert differences({"fp8_param_gather": True}, {"fp8_param_gather": False}) == ["fp8-param-gather False (was True)"]
 
 
 # ---- places

@@ -53,6 +53,7 @@ class Option:
         one_of: the quantity that it sets. Options of a quantity exclude each other; "quantity/way" where several
             options together are one way.
         was: former name, accepted for one release with a log line.
+        formerly: another default of older versions, which records without the option may stand for.
         path: what it names the files of: "tokenizer" or "data".
         hidden: --help leaves it out.
         inference: a checkpoint that is opened for inference keeps it.
@@ -73,6 +74,7 @@ class Option:
     required: bool = False
     one_of: str = ""
     was: str | None = None
+    formerly: Any = None
     path: str = ""
     hidden: bool = False
     inference: bool = False

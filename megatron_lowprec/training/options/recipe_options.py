@@ -62,6 +62,7 @@ class RecipeOptions(Group):
         "--use-distributed-optimizer, and a recipe with one FP8 weight for fprop and dgrad; by default on from 1e9 "
         "parameters on, where these allow it (ours)",
         Part.EXECUTION,
+        formerly=False,
     )
     fp8_sequence_parallel_gather: bool = arg(
         False,

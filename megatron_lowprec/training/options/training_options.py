@@ -109,6 +109,7 @@ class TrainingOptions(Group):
         "quantized layers keep less, with the same bits: outputs of norms are computed and attention's are cast again "
         "in the backward pass, and weights are cast for each microbatch; by default on from 1e9 parameters on (ours)",
         needs="transformer_impl=local",
+        formerly=False,
     )
     recompute_method: Literal["uniform", "block"] | None = arg(None, "which layers full recompute takes")
     recompute_num_layers: int | None = arg(

@@ -9,13 +9,13 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.options.training_options import TrainingOptions
 
 
 class ManualGc:
     """A context in which only ``after`` and ``evaluation`` collect garbage; no-op without --manual-gc."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: TrainingOptions) -> None:
         self._on, self._interval = config.manual_gc, config.manual_gc_interval
         self._around_evaluations = config.manual_gc and not config.no_manual_gc_eval
 

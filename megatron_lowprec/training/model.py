@@ -36,6 +36,7 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import microbatches_of, virtual_stages
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.common import rope
+from megatron_lowprec.training.options.training_options import ParallelOptions
 from megatron_lowprec.training.schedule import Schedule
 
 Runtime = RecipeRuntime | TERuntime
@@ -320,7 +321,7 @@ def _scheduler(schedule: Schedule, optimizer: MegatronOptimizer) -> OptimizerPar
 
 
 @contextmanager
-def gathered(trainer: Trainer, config: Config) -> Iterator[None]:
+def gathered(trainer: Trainer, config: ParallelOptions) -> Iterator[None]:
     """All weights up to date on every rank: --overlap-param-gather leaves the last update ungathered."""
     if not config.overlap_param_gather:
         yield

@@ -12,6 +12,7 @@ from megatron_lowprec.training.config.options import NO_EFFECT, OPTIONS, Config,
 from megatron_lowprec.training.config.phase_options import phase_iters
 from megatron_lowprec.training.models.sizes import has_experts
 from megatron_lowprec.training.options.declaration import Part
+from megatron_lowprec.training.options.recipe_options import RecipeOptions
 from megatron_lowprec.training.schedule import Schedule
 
 # Of them nothing is recorded among the options: recipes and the schedule have records of their own.
@@ -52,7 +53,7 @@ def option_notes(saved: Saved, config: Config) -> list[str]:
     return notes
 
 
-def _options_of(saved: Saved, config: Config) -> dict[str, Any]:
+def _options_of(saved: Saved, config: RecipeOptions) -> dict[str, Any]:
     """The checkpoint's options; those that follow from others by default have their value, if they have one here."""
     options = dict(saved.content["options"])
     if config.recipe_phase_iters is not None and phase_iters(options) is not None:

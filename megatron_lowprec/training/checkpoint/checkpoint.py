@@ -38,6 +38,7 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.distributed.rank_sync import run_on_all_ranks
 from megatron_lowprec.training.distributed.watchdog import is_lost_connection
 from megatron_lowprec.training.model import Model, Trainer
+from megatron_lowprec.training.options.training_options import TrainingOptions
 from megatron_lowprec.training.rampup import batch_size_at
 
 # Exceptions of Megatron-core and torch for a damaged or foreign checkpoint; torch's own derives from BaseException.
@@ -197,7 +198,7 @@ def _unreadable(folder: Path, error: BaseException) -> UserError:
     return UserError(f"--load {folder}: cannot be loaded: {what}; choose an older checkpoint")
 
 
-def _same_gradients(found: Saved, config: Config) -> bool:
+def _same_gradients(found: Saved, config: TrainingOptions) -> bool:
     """Whether gradients have the checkpoint's scale in the backward pass: both sums, or both means."""
     return bool(found.content["options"].get("calculate_per_token_loss")) == config.calculate_per_token_loss
 

@@ -19,6 +19,8 @@ from megatron_lowprec.training.data.tokenizer import Tokenizer
 from megatron_lowprec.training.models.architectures import option_groups
 from megatron_lowprec.training.models.sizes import has_experts
 from megatron_lowprec.training.options.declaration import Part
+from megatron_lowprec.training.options.output_options import CheckpointOptions
+from megatron_lowprec.training.options.training_options import ParallelOptions, TrainingOptions
 from megatron_lowprec.training.schedule import Schedule
 
 CONFIG = "config.yaml"
@@ -129,7 +131,7 @@ def _candidates(folder: str) -> dict[int, Path]:
     return {newest: present.get(newest, storage.iteration_folder(folder, newest)), **older}
 
 
-def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
+def find_checkpoint(config: CheckpointOptions) -> tuple[Saved | None, list[str]]:
     """The newest checkpoint of --load, or that of --ckpt-step, or None, with notes about checkpoints that were skipped.
 
     A run that resumes from its own folder falls back to the newest intact checkpoint, with a note; one that starts from
@@ -253,7 +255,7 @@ def earlier_values(options: Mapping[str, Any], config: Config, names: Collection
     return {name: value for name, value in before.items() if value != getattr(config, name)}
 
 
-def check_length(saved: Saved, config: Config) -> None:
+def check_length(saved: Saved, config: TrainingOptions) -> None:
     """Reject a run that would end before the checkpoint it continues from: it would rewrite that run's records."""
     iteration = saved.progress["iteration"]
     if config.train_iters is not None and iteration > config.train_iters:
@@ -301,7 +303,7 @@ def check_optimizer(saved: Saved, config: Config) -> None:
         )
 
 
-def same_padding(saved: Saved, config: Config, vocab_size: int, padded_vocab_size: int) -> int:
+def same_padding(saved: Saved, config: ParallelOptions, vocab_size: int, padded_vocab_size: int) -> int:
     """The checkpoint's padded vocabulary size if usable: it was padded for its own tensor-parallel size."""
     found = saved.content["padded_vocab_size"]
     serves = isinstance(found, int) and found >= vocab_size and found % config.tensor_model_parallel_size == 0

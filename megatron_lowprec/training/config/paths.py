@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.checkpoint import save_lock, storage
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.options.output_options import CheckpointOptions
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _began_in(save: Path) -> Path:
     return parent if of_a_run and not (save / "metrics.jsonl").exists() else save
 
 
-def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
+def keep_older_run(paths: RunPaths, config: CheckpointOptions) -> list[str]:
     """Move the files of an older run aside where a new one would overwrite them; returns a note.
 
     A resumed run (--load from its own checkpoints) appends to the same files. Checkpoints in a --save folder are never

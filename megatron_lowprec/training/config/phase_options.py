@@ -9,9 +9,10 @@ from typing import Any
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.options.recipe_options import RecipeOptions
 
 
-def check_phase_iters(config: Config, recipe: Recipe) -> None:
+def check_phase_iters(config: RecipeOptions, recipe: Recipe) -> None:
     """Reject --recipe-phase-iters for a recipe in which nothing begins at a fraction of the run."""
     if config.recipe_phase_iters is not None and not _has_fractions(recipe):
         raise UserError(
@@ -53,7 +54,7 @@ def continued_phases(
     return replace(kept, recipe_phase_iters=then), [note]
 
 
-def with_steps(recipe: Recipe, config: Config) -> Recipe:
+def with_steps(recipe: Recipe, config: RecipeOptions) -> Recipe:
     """The recipe with the steps of --recipe-phase-iters in place of fractions; as it is without that option."""
     total = config.recipe_phase_iters
     if total is None or not _has_fractions(recipe):

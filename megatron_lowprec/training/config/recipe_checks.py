@@ -6,9 +6,10 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.options.training_options import ParallelOptions
 
 
-def check_stored_gradients(config: Config, recipe: Recipe) -> None:
+def check_stored_gradients(config: ParallelOptions, recipe: Recipe) -> None:
     """Reject options that need Megatron-core's gradient buffers, for a recipe that stores gradients in its format.
 
     Raises:

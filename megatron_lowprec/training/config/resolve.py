@@ -21,6 +21,8 @@ from megatron_lowprec.training.config.options import OPTIONS, Config, options_wi
 from megatron_lowprec.training.config.recipe_checks import check_saved_activations, check_stored_gradients
 from megatron_lowprec.training.data.blend import resolve_phase
 from megatron_lowprec.training.models.architectures import architecture_of
+from megatron_lowprec.training.options.parts import Steps
+from megatron_lowprec.training.options.training_options import ParallelOptions
 from megatron_lowprec.training.rampup import check_rampup, run_length
 
 _DEFAULTS = Config()
@@ -116,7 +118,7 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
     return resolve_phase(resolve_data(config), config.steps.samples)
 
 
-def data_parallel_size(config: Config, world_size: int) -> int:
+def data_parallel_size(config: ParallelOptions, world_size: int) -> int:
     """Number of data-parallel ranks: same weights, different samples."""
     return world_size // (
         config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
@@ -129,7 +131,7 @@ def microbatches_of(config: Config, world_size: int) -> int:
     return config.steps.global_batch_size // samples
 
 
-def layout_of(config: Config, world_size: int) -> dict[str, int]:
+def layout_of(config: ParallelOptions, world_size: int) -> dict[str, int]:
     """The parallel layout, in the form that checkpoints store."""
     return {
         "tensor": config.tensor_model_parallel_size,
@@ -237,7 +239,7 @@ def _check_implementation(config: Config, gpus: bool) -> None:
 def _check_features(config: Config, gpus: bool) -> None:
     _check_implementation(config, gpus)
     _check_capture_step(config)
-    _check_profile(config)
+    _check_profile(config.steps)
     if config.overlap_param_gather and not (config.use_distributed_optimizer and config.overlap_grad_reduce):
         raise UserError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
     if config.recompute_granularity == "full" and (
@@ -280,12 +282,12 @@ def _check_capture_step(config: Config) -> None:
         )
 
 
-def _check_profile(config: Config) -> None:
-    start, end = config.profile_step_start, config.profile_step_end
-    if config.profile and not 0 <= start < min(end, config.steps.iterations):
+def _check_profile(steps: Steps) -> None:
+    start, end = steps.profile_step_start, steps.profile_step_end
+    if steps.profile and not 0 <= start < min(end, steps.iterations):
         raise UserError(
             f"--profile-step-start {start} --profile-step-end {end} profile no iteration of this run, which has "
-            f"{config.train_iters}; let the start be below the end and below --train-iters, or leave --profile out"
+            f"{steps.train_iters}; let the start be below the end and below --train-iters, or leave --profile out"
         )
 
 

@@ -11,6 +11,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.shipped import find
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.tokenizer import END_OF_TEXT, end_tokens, json_object
+from megatron_lowprec.training.options.model_options import ModelOptions
 
 
 def write_tokenizer(config: Config, folder: Path) -> list[str]:
@@ -44,7 +45,7 @@ _OF_A_TOKENIZER = (
 )
 
 
-def sized_context(config: Config) -> int:
+def sized_context(config: ModelOptions) -> int:
     """Context length of the model in tokens."""
     return config.max_position_embeddings or config.seq_length or 1024
 

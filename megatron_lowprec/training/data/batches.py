@@ -29,6 +29,7 @@ from megatron_lowprec.training.data.sampler import Blend, Epochs, Phases, Positi
 from megatron_lowprec.training.data.tokenizer import Tokenizer
 from megatron_lowprec.training.distributed.rank_sync import long_timeout_group, rank0_first
 from megatron_lowprec.training.distributed.subprocesses import helpers
+from megatron_lowprec.training.options.dataset_options import DataOptions
 
 _FIELDS = ("tokens", "labels", "position_ids", "loss_mask")
 _SPLITS = (Split.train, Split.valid, Split.test)
@@ -80,7 +81,7 @@ def _order_of(config: Config, split: Split) -> Config:
     return config if split is Split.train else replace(config, seed=_EVALUATION_SEED)
 
 
-def _prepared_texts(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
+def _prepared_texts(config: DataOptions, tokenizer: Tokenizer) -> dict[str, str]:
     """Data path -> prefix of its .bin/.idx; the first rank of each node tokenizes text once."""
     assert config.data_cache_path is not None
     cache = config.data_cache_path

@@ -13,12 +13,13 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data import indexed_dataset
 from megatron_lowprec.training.data.jsonl import is_text_file
 from megatron_lowprec.training.data.tokenizer import Tokenizer
+from megatron_lowprec.training.options.dataset_options import DataOptions
 from megatron_lowprec.training.rampup import nearest_end
 
 SPLITS = ("train", "valid", "test")
 
 
-def data_paths(config: Config, split: str) -> list[str]:
+def data_paths(config: DataOptions, split: str) -> list[str]:
     """The blend that the options give for one of SPLITS, including weights; empty if none."""
     if config.data_path is not None:
         return config.data_path
@@ -57,7 +58,7 @@ def check_split(split: str) -> None:
         )
 
 
-def all_paths(config: Config) -> list[str]:
+def all_paths(config: DataOptions) -> list[str]:
     """Every data path once, sorted, without weights."""
     blends = [*(data_paths(config, split) for split in SPLITS), config.data_phase_path or []]
     return sorted({path for blend in blends for path, _ in parse_blend(blend)})
@@ -109,7 +110,7 @@ def continued_phase(config: Config, saved: Mapping[str, Any], given: Collection[
     return replace(config, data_phase_switch_samples=before), [note]
 
 
-def check_paths(config: Config, tokenizer: Tokenizer) -> None:
+def check_paths(config: DataOptions, tokenizer: Tokenizer) -> None:
     """Reject data that is missing, or tokenized with another vocabulary."""
     for path in [] if config.mock_data else all_paths(config):
         if not is_text_file(path):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.distributed.visible_gpus import has_gpus
+from megatron_lowprec.training.options.training_options import TrainingOptions
 
 if TYPE_CHECKING:
     import torch
@@ -219,7 +220,7 @@ def _device(ranks: Ranks) -> torch.device:
     return torch.device("cuda", ranks.local_rank)
 
 
-def seed(config: Config) -> None:
+def seed(config: TrainingOptions) -> None:
     """Seed as Megatron-LM: pipeline stages differ, data-parallel ranks do not, tensor-parallel ranks by the tracker."""
     import random
 

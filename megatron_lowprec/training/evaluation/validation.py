@@ -13,6 +13,7 @@ from megatron.core import parallel_state as mpu
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.batches import Batches, SplitData
 from megatron_lowprec.training.model import Trainer, gathered
+from megatron_lowprec.training.options.training_options import ParallelOptions
 from megatron_lowprec.training.step import PendingLoss, run_microbatches
 
 
@@ -55,7 +56,7 @@ def evaluate(
 
 
 @contextmanager
-def _evaluating(trainer: Trainer, config: Config) -> Iterator[None]:
+def _evaluating(trainer: Trainer, config: ParallelOptions) -> Iterator[None]:
     with gathered(trainer, config):
         for chunk in trainer.chunks:
             chunk.eval()

@@ -19,6 +19,7 @@ from megatron_lowprec.training.config.resolve import microbatches_of, virtual_st
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.common.rank_sizes import width_of
 from megatron_lowprec.training.models.sizes import linear_sites, sharding
+from megatron_lowprec.training.options.training_options import TrainingOptions
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Execution:
             return False
         return self.linear(config, layer, name).quantized and not self.keeps_codes(config, layer, name)
 
-    def casts_again(self, config: Config) -> bool:
+    def casts_again(self, config: TrainingOptions) -> bool:
         """Whether --save-memory lets linear_proj save no codes beside attention's output."""
         return bool(config.save_memory) and not self.recipe.moves_within_steps
 

@@ -17,6 +17,7 @@ from megatron_lowprec.training.memory.layout import Execution, microbatches_of, 
 from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import expert_tensor_ranks, stream_bytes, width_of
 from megatron_lowprec.training.models.sizes import has_bias, linear_sites, norm_weights, other_weights, sharding
+from megatron_lowprec.training.options.model_options import ModelOptions
 
 _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0}
 
@@ -47,13 +48,13 @@ def stage_weights(config: Config, padded_vocab_size: int, stage: int) -> Weights
         if config.position_embedding_type == "learned_absolute":
             dense += config.shape.max_position_embeddings * hidden
     if stage == pipeline - 1:
-        dense += norm_weights(config)
+        dense += norm_weights(config.shape)
         # A tied output layer on another stage than the embedding's has a copy of it.
         dense += embedding if config.untie_embeddings_and_output_weights or pipeline > 1 else 0
     return Weights(dense, expert)
 
 
-def _linear_weights(config: Config, site: LinearSite, shards: Sharding) -> int:
+def _linear_weights(config: ModelOptions, site: LinearSite, shards: Sharding) -> int:
     """Number of weights in one rank's shard of one copy of a linear layer, including its bias."""
     biases = site.out_features // (shards.tensor_ranks if site.split == "column" else 1)
     return site.in_features * site.out_features // shards.tensor_ranks + has_bias(config, site) * biases

@@ -8,6 +8,9 @@ from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.common.interface import Sharding
+from megatron_lowprec.training.models.moe.options import MoeOptions
+from megatron_lowprec.training.options.model_options import ModelOptions
+from megatron_lowprec.training.options.parts import ModelShape
 
 
 def linear_sites(config: Config, layers: range | None = None) -> list[LinearSite]:
@@ -36,31 +39,31 @@ def tensor_ranks(config: Config) -> Callable[[LinearSite], int]:
     return lambda site: sharding(config, site).tensor_ranks
 
 
-def has_experts(config: Config) -> bool:
+def has_experts(config: MoeOptions) -> bool:
     """Whether MLPs are experts, which are sharded over other ranks than the rest of a model."""
     return bool(config.num_experts)
 
 
-def has_bias(config: Config, site: LinearSite) -> bool:
+def has_bias(config: ModelOptions, site: LinearSite) -> bool:
     """Whether a linear layer has a bias."""
     return not config.disable_bias_linear or (config.add_qkv_bias and site.name.endswith("qkv"))
 
 
-def norm_weights(config: Config) -> int:
+def norm_weights(shape: ModelShape) -> int:
     """Weights of one norm."""
-    return config.shape.hidden_size * (2 if config.normalization == "LayerNorm" else 1)
+    return shape.hidden_size * (2 if shape.normalization == "LayerNorm" else 1)
 
 
 def other_weights(config: Config, layer: int) -> int:
     """Weights of one layer outside of its linear layers."""
     architecture = architecture_of(config)
     of_parts = sum(part.other_weights(config, layer) for part in (architecture.attention, architecture.mlp))
-    return of_parts + 2 * norm_weights(config)
+    return of_parts + 2 * norm_weights(config.shape)
 
 
 def num_non_embedding_parameters(config: Config) -> int:
     """Parameters without token embedding, output layer and position table; all experts count."""
-    total = norm_weights(config)  # final norm
+    total = norm_weights(config.shape)  # final norm
     for site in linear_sites(config):
         weights = site.in_features * site.out_features + has_bias(config, site) * site.out_features
         total += sharding(config, site).copies * weights

@@ -10,9 +10,10 @@ from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.sizes import linear_sites, tensor_ranks
+from megatron_lowprec.training.options.output_options import LoggingOptions
 
 
-def counterfactual_recipes(config: Config) -> list[Recipe]:
+def counterfactual_recipes(config: LoggingOptions) -> list[Recipe]:
     """The recipes, in order; an option's value may name several, separated by commas. Files are read once."""
     return list(_recipes(tuple(config.log_quantization_also)))
 

@@ -26,6 +26,7 @@ from megatron_lowprec.training.monitoring.quantization_log import (
     quantization_row,
     quantization_scalars,
 )
+from megatron_lowprec.training.options.output_options import LoggingOptions
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,7 @@ def _drop_rows_after(metrics: Path, iteration: int, evaluated: int, say: Callabl
     atomic_write(metrics, "".join(json.dumps(row) + "\n" for row in kept))
 
 
-def _start_wandb(config: Config, paths: RunPaths, resolved: Mapping[str, Any], run_id: str | None) -> Any:
+def _start_wandb(config: LoggingOptions, paths: RunPaths, resolved: Mapping[str, Any], run_id: str | None) -> Any:
     """W&B's run of that id, continued if it exists; rows of iterations that it has are dropped there."""
     if not config.wandb_project:
         return None

@@ -10,8 +10,8 @@ from megatron_lowprec.kernels.dispatch import arch_of
 from megatron_lowprec.linear.backends.blackwell_mx.start_check import CHECKS
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES
 from megatron_lowprec.linear.backends.table import UNVERIFIED, Choice
-from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.distributed.rank_sync import on_any_rank
+from megatron_lowprec.training.options.training_options import TrainingOptions
 
 
 def prepare(native: str, backends: Mapping[Choice, Sequence[str]]) -> None:
@@ -44,7 +44,7 @@ class NativeCheck:
 
     def __init__(
         self,
-        config: Config,
+        config: TrainingOptions,
         device: torch.device,
         say: Callable[..., None],
         record: Callable[[dict[str, Any], Collection[str]], None],

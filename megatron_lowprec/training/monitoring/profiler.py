@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.options.training_options import TrainingOptions
 
 
 class Profiler:
@@ -24,7 +24,7 @@ class Profiler:
         say: called with a line for the log if there is no trace.
     """
 
-    def __init__(self, config: Config, run: Path, iteration: int, say: Callable[[str], None]) -> None:
+    def __init__(self, config: TrainingOptions, run: Path, iteration: int, say: Callable[[str], None]) -> None:
         self._start, self._end = config.profile_step_start, config.profile_step_end
         self._wanted = config.profile
         self._folder, self._iteration, self._say = run / "profile", iteration, say

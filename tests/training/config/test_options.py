@@ -60,3 +60,24 @@ def _tables() -> Iterator[str]:
 
 def test_no_table_of_option_names_is_outside_of_the_declarations() -> None:
     assert list(_tables()) == []
+
+
+def _reads_of_one_group() -> Iterator[str]:
+    """Functions with a ``config: Config`` of which they read the options of one group, and pass it on to nobody."""
+    groups = {name: group.__name__ for group in GROUPS for name in options_in(*Part, groups=(group,))}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            whole = [
+                arg.arg for arg in function.args.args if arg.annotation and ast.unparse(arg.annotation) == "Config"
+            ]
+            names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id in whole]
+            reads = [node for node in ast.walk(function) if isinstance(node, ast.Attribute) and node.value in names]
+            read = {groups.get(node.attr, "") for node in reads}
+            if len(reads) == len(names) and len(read) == 1 and "" not in read:
+                yield f"{path.relative_to(PACKAGE)}: {function.name} reads {', '.join(read)}"
+
+
+def test_a_function_takes_the_part_that_it_reads() -> None:
+    assert list(_reads_of_one_group()) == []

@@ -249,8 +249,14 @@ def test_transformers_reads_the_tokenizer(drive: Drive) -> None:
 
 MIXTRAL_OPTIONS = {name: value for name, value in MIXTRAL.items() if name in Config.__dataclass_fields__}
 SIZES: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 4,
-    "kv_channels": 16, "seq_length": 32, "max_position_embeddings": 32,
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_query_groups": 4,
+    "kv_channels": 16,
+    "seq_length": 32,
+    "max_position_embeddings": 32,
 }
 
 

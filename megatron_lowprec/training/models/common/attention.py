@@ -11,6 +11,7 @@ from megatron_lowprec.training.config.fields import check_divisible
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import cached, norm_output, tokens_of, width_of
+from megatron_lowprec.training.options.training_options import ParallelOptions
 
 if TYPE_CHECKING:
     from megatron_lowprec.training.memory.layout import Execution
@@ -64,7 +65,7 @@ def linear_sites(config: Config, layer: int) -> tuple[LinearSite, ...]:
     )
 
 
-def sharding(config: Config, site: LinearSite) -> Sharding:
+def sharding(config: ParallelOptions, site: LinearSite) -> Sharding:
     """One copy, sharded over all tensor-parallel ranks."""
     return Sharding(config.tensor_model_parallel_size)
 

@@ -10,12 +10,15 @@ from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import cached, norm_output, saved_input, tokens_of, width_of
+from megatron_lowprec.training.options.model_options import ModelOptions
+from megatron_lowprec.training.options.parts import ModelShape
+from megatron_lowprec.training.options.training_options import ParallelOptions
 
 if TYPE_CHECKING:
     from megatron_lowprec.training.memory.layout import Execution
 
 
-def gates(config: Config) -> int:
+def gates(config: ModelOptions) -> int:
     """Number of halves of linear_fc1's output: a gated activation has two."""
     return 2 if config.swiglu else 1
 
@@ -29,7 +32,7 @@ def resolve(config: Config) -> Config:
     return replace(config, ffn_hidden_size=config.ffn_hidden_size or default)
 
 
-def check_parallelism(config: Config, data_parallel_size: int) -> None:
+def check_parallelism(config: ParallelOptions, data_parallel_size: int) -> None:
     """Reject expert parallelism: a dense MLP has no experts."""
     if config.expert_model_parallel_size > 1:
         raise UserError(f"--expert-model-parallel-size {config.expert_model_parallel_size} needs --num-experts")
@@ -55,26 +58,26 @@ def transformer_fields(config: Config) -> dict[str, Any]:
     }
 
 
-def fuses_activation(config: Config) -> bool:
+def fuses_activation(config: ModelOptions) -> bool:
     """Whether one kernel computes the activation: GELU with a bias, SwiGLU without one."""
     return config.swiglu == config.disable_bias_linear and not config.squared_relu
 
 
 def linear_sites(config: Config, layer: int) -> tuple[LinearSite, ...]:
     """linear_fc1 and linear_fc2."""
-    return mlp_sites(config, layer, "mlp", config.shape.ffn_hidden_size)
+    return mlp_sites(config.shape, layer, "mlp", config.shape.ffn_hidden_size)
 
 
-def mlp_sites(config: Config, layer: int, name: str, ffn: int) -> tuple[LinearSite, ...]:
+def mlp_sites(shape: ModelShape, layer: int, name: str, ffn: int) -> tuple[LinearSite, ...]:
     """linear_fc1 and linear_fc2 of an MLP of that name and width."""
-    hidden, halves = config.shape.hidden_size, gates(config)
+    hidden, halves = shape.hidden_size, gates(shape)
     return (
         LinearSite(layer, f"{name}.linear_fc1", hidden, halves * ffn, "column", gated=halves == 2),
         LinearSite(layer, f"{name}.linear_fc2", ffn, hidden, "row"),
     )
 
 
-def sharding(config: Config, site: LinearSite) -> Sharding:
+def sharding(config: ParallelOptions, site: LinearSite) -> Sharding:
     """One copy, sharded over all tensor-parallel ranks."""
     return Sharding(config.tensor_model_parallel_size)
 

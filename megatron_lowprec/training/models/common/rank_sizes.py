@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.recipe.coverage import ACTIVATION_BLOCK
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.options.training_options import ParallelOptions, TrainingOptions
 
 if TYPE_CHECKING:
     from megatron_lowprec.training.memory.layout import Execution
@@ -17,17 +18,17 @@ def tokens_of(config: Config) -> int:
     return config.steps.micro_batch_size * config.shape.seq_length // config.context_parallel_size
 
 
-def width_of(config: Config) -> int:
+def width_of(config: TrainingOptions) -> int:
     """Bytes of a value in the compute dtype."""
     return 2 if config.bf16 else 4
 
 
-def sequence_ranks(config: Config) -> int:
+def sequence_ranks(config: ParallelOptions) -> int:
     """Ranks over which sequence parallelism splits norms, dropout and the residual stream."""
     return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
 
-def expert_tensor_ranks(config: Config) -> int:
+def expert_tensor_ranks(config: ParallelOptions) -> int:
     """Ranks that shard each expert: none if experts are spread over ranks."""
     return 1 if config.expert_model_parallel_size > 1 else config.tensor_model_parallel_size
 

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.hf_options import rope_of
+from megatron_lowprec.training.options.model_options import RopeOptions
 
 # Megatron-core has one choice of them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -19,7 +20,7 @@ _YARN = {
 }
 
 
-def yarn_attributes(config: Config) -> dict[str, Any]:
+def yarn_attributes(config: RopeOptions) -> dict[str, Any]:
     """Attributes that Megatron-core's GPTModel and attention read from a TransformerConfig, which has no such field."""
     if config.rope_type != "yarn":
         return {}

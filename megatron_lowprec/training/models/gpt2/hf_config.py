@@ -8,6 +8,7 @@ from typing import Any
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.hf_options import completed, differing_options
+from megatron_lowprec.training.options.model_options import ModelOptions
 
 MODEL_TYPE, TITLE = "gpt2", "GPT-2"
 OPTIONS: Mapping[str, Any] = {
@@ -57,7 +58,7 @@ def differing(config: Config) -> list[str]:
     return found
 
 
-def to_config(config: Config) -> dict[str, Any]:
+def to_config(config: ModelOptions) -> dict[str, Any]:
     """Entries of config.json besides those of every architecture."""
     return {
         "architectures": ["GPT2LMHeadModel"],

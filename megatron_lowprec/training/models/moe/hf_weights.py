@@ -22,4 +22,4 @@ def tensor_maps(config: Config) -> Iterator[TensorMap]:
             here, there = f"{ours}.mlp.experts.local_experts.{expert}", f"{block}.experts.{expert}"
             yield from gated_mlp_maps(here, there, ("w1", "w3", "w2"))
 
-    return llama.maps_with_mlp(config, experts)
+    return llama.maps_with_mlp(config.shape, experts)

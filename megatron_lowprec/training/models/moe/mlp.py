@@ -18,6 +18,7 @@ from megatron_lowprec.training.models.common import mlp
 from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import expert_tensor_ranks, stream_bytes, tokens_of, width_of
 from megatron_lowprec.training.models.moe.layer_pattern import canonical_pattern, has_experts, layers_with_experts
+from megatron_lowprec.training.models.moe.options import Experts, MoeOptions
 
 if TYPE_CHECKING:
     from megatron_lowprec.training.memory.layout import Execution
@@ -36,32 +37,32 @@ def resolve(config: Config) -> Config:
         raise UserError(f"--moe-layer-freq {config.moe_layer_freq} leaves no layer with experts")
     if config.moe_shared_expert_intermediate_size and not config.disable_bias_linear:
         raise UserError("shared experts have no biases; add --disable-bias-linear")
-    _check_router(config)
+    _check_router(config.experts)
     _check_dispatch(config)
     return replace(config, moe_layer_freq=canonical_pattern(config))
 
 
-def _check_router(config: Config) -> None:
+def _check_router(experts: Experts) -> None:
     """Reject options of the router that Megatron-core refuses or ignores."""
-    sigmoid = config.moe_router_score_function == "sigmoid"
-    groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
-    if config.moe_router_topk_scaling_factor is not None and not (sigmoid or config.moe_router_pre_softmax):
+    sigmoid = experts.moe_router_score_function == "sigmoid"
+    groups, chosen = experts.moe_router_num_groups, experts.moe_router_group_topk
+    if experts.moe_router_topk_scaling_factor is not None and not (sigmoid or experts.moe_router_pre_softmax):
         raise UserError(
-            f"--moe-router-topk-scaling-factor {config.moe_router_topk_scaling_factor} needs "
+            f"--moe-router-topk-scaling-factor {experts.moe_router_topk_scaling_factor} needs "
             "--moe-router-score-function sigmoid or --moe-router-pre-softmax; add one of them"
         )
-    scores_sum_to_one = not (sigmoid or config.moe_router_pre_softmax)
-    if config.moe_router_topk == 1 and scores_sum_to_one and config.moe_router_load_balancing_type != "sinkhorn":
+    scores_sum_to_one = not (sigmoid or experts.moe_router_pre_softmax)
+    if experts.moe_router_topk == 1 and scores_sum_to_one and experts.moe_router_load_balancing_type != "sinkhorn":
         raise UserError("--moe-router-topk 1 gives every token the weight 1; add --moe-router-pre-softmax")
     if (groups is None) != (chosen is None):
         raise UserError("--moe-router-num-groups and --moe-router-group-topk belong together; give both or neither")
     if groups is not None and chosen is not None:
-        check_divisible("--num-experts", config.experts.num_experts, "--moe-router-num-groups", groups)
-        check_divisible("--moe-router-topk", config.moe_router_topk, "--moe-router-group-topk", chosen)
-        a_group, wanted = config.experts.num_experts // groups, config.moe_router_topk // chosen
+        check_divisible("--num-experts", experts.num_experts, "--moe-router-num-groups", groups)
+        check_divisible("--moe-router-topk", experts.moe_router_topk, "--moe-router-group-topk", chosen)
+        a_group, wanted = experts.num_experts // groups, experts.moe_router_topk // chosen
         if a_group < wanted:
             raise UserError(
-                f"--moe-router-topk {config.moe_router_topk} ranks groups by their best {wanted} scores, and each of "
+                f"--moe-router-topk {experts.moe_router_topk} ranks groups by their best {wanted} scores, and each of "
                 f"--moe-router-num-groups {groups} has {a_group}; lower --moe-router-num-groups"
             )
         if chosen > groups:
@@ -107,7 +108,7 @@ def check_parallelism(config: Config, data_parallel_size: int) -> None:
         raise UserError("--use-cpu-initialization would give every expert-parallel rank the same experts; leave it out")
 
 
-def graph_obstacle(config: Config) -> str | None:
+def graph_obstacle(config: MoeOptions) -> str | None:
     """The router determines an expert's number of tokens."""
     return f"the sizes of --num-experts {config.num_experts} follow the router"
 
@@ -150,9 +151,9 @@ def linear_sites(config: Config, layer: int) -> tuple[LinearSite, ...]:
     """linear_fc1 and linear_fc2 of one expert, and of the shared experts; of a dense layer its own."""
     if not has_experts(config, layer):
         return mlp.linear_sites(config, layer)
-    sites = mlp.mlp_sites(config, layer, _EXPERTS, config.experts.moe_ffn_hidden_size)
+    sites = mlp.mlp_sites(config.shape, layer, _EXPERTS, config.experts.moe_ffn_hidden_size)
     if config.moe_shared_expert_intermediate_size:
-        sites += mlp.mlp_sites(config, layer, _SHARED, config.moe_shared_expert_intermediate_size)
+        sites += mlp.mlp_sites(config.shape, layer, _SHARED, config.moe_shared_expert_intermediate_size)
     return sites
 
 

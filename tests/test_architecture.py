@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "kernels": {"files", "formats", "scaling"},
     "quantization": {"errors", "formats", "kernels", "recipe", "scaling"},
     "three_gemms": {"formats", "kernels", "quantization", "recipe"},
-    "optimizer": {"kernels", "recipe"},
+    "optimizer": {"errors", "kernels", "recipe"},
     "comm": {"formats", "kernels", "recipe"},
     "linear": {"errors", "files", "formats", "kernels", "recipe", "quantization", "scaling", "comm"},
     "finetuning": {"errors", "linear", "quantization", "recipe"},

@@ -106,6 +106,11 @@ PATCHES: dict[str, Patch] = {
         "is `ScaledAdamW` instead of AdamW, and reads its main weights from the model's",
         "`build_optimizer`, with recipes that set `optimizer`, such as `fp8_lm`",
     ),
+    "inner_optimizer": Patch(
+        ("megatron.core.optimizer.optimizer:MegatronOptimizer.optimizer",),
+        "is another optimizer than AdamW, with Megatron-core's groups of weights",
+        "`build_optimizer` with `inner`; the driver's `--optimizer muon` and `sgd`",
+    ),
     "gradient_reduction": Patch(
         (f"{_BUCKETS}:_ParamAndGradBucketGroup.start_grad_sync(force_all_reduce)",),
         "gradients are reduced in the recipe's format",
@@ -147,8 +152,13 @@ PATCHES: dict[str, Patch] = {
     ),
     "adam_steps": Patch(
         (f"{_DISTRIBUTED}._set_main_param_and_optimizer_states(model_param, tensors)",),
-        "keeps torch's count of updates, which a checkpoint holds once for all weights",
+        "keeps torch's count of updates, which a checkpoint holds once for all weights, and reads a single moment",
         "the driver, while it loads a checkpoint",
+    ),
+    "single_moment": Patch(
+        (f"{_DISTRIBUTED}._get_main_param_and_optimizer_states(model_param)",),
+        "a single moment is the first of two, and the second is zeros: two are saved",
+        "the driver, while it saves a checkpoint of `--optimizer muon` or `sgd`",
     ),
     "padded_buckets": Patch(
         (f"{_DISTRIBUTED}.get_parameter_state_dp_zero",),

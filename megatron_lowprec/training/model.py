@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -32,7 +33,7 @@ from megatron_lowprec.mcore.te.te_layers import TERuntime, accumulate_wgrad, che
 from megatron_lowprec.recipe.explain import describe_training_state
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.te.te_config import TEConfig, te_config
-from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.options import OPTIONS, Config
 from megatron_lowprec.training.config.resolve import microbatches_of, virtual_stages
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.common import rope
@@ -53,7 +54,7 @@ class Model:
 
 @dataclass
 class Trainer(Model):
-    """A model with its optimizer and scheduler, for training steps."""
+    """A model with its optimizer and scheduler, for training steps; ``inner`` is a row of ``OPTIMIZERS``."""
 
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
@@ -61,6 +62,7 @@ class Trainer(Model):
     graphs: LayerGraphs | None = None
     gradient_factor: GradientFactor | None = None
     loss_tokens: LossTokens | None = None
+    inner: str = "adam"
 
     def enter_phase(self, iteration: int) -> list[str]:
         """``RecipeRuntime.enter_phase``; CUDA graphs are captured anew behind the next step."""
@@ -91,7 +93,14 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
         accumulate_vocabulary_gradients(model.chunks)
     loss_tokens = weigh_aux_losses(model.chunks) if config.calculate_per_token_loss else None
     chunks = _data_parallel(config, transformer, list(model.chunks))
-    optimizer, factor = build_optimizer(chunks, recipe, _optimizer_config(config, transformer), seed=config.seed)
+    optimizer, factor = build_optimizer(
+        chunks,
+        recipe,
+        _optimizer_config(config, transformer),
+        seed=config.seed,
+        inner=config.optimizer,
+        inner_options=_inner_options(config),
+    )
     try:
         cublaslt.enable(config.fp8_accumulate_wgrad)
     except RuntimeError as error:
@@ -107,7 +116,8 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
         graphs = LayerGraphs(chunks[0])
         model.runtime.notes.append("--cuda-graph-impl local: behind the first step layers are captured in CUDA graphs")
     scheduler = _scheduler(schedule, optimizer)
-    return Trainer(transformer, chunks, model.runtime, optimizer, scheduler, graphs, factor, loss_tokens)
+    rest = graphs, factor, loss_tokens, config.optimizer
+    return Trainer(transformer, chunks, model.runtime, optimizer, scheduler, *rest)
 
 
 def build_model(config: Config, recipe: Recipe, padded_vocab_size: int) -> Model:
@@ -275,7 +285,7 @@ def _overlap(transformer: TransformerConfig, chunks: list[DistributedDataParalle
 
 def _optimizer_config(config: Config, transformer: TransformerConfig) -> OptimizerConfig:
     return OptimizerConfig(
-        optimizer=config.optimizer,
+        optimizer="adam",  # build_optimizer replaces it
         lr=config.lr,
         min_lr=config.min_lr,
         weight_decay=config.weight_decay,
@@ -290,6 +300,12 @@ def _optimizer_config(config: Config, transformer: TransformerConfig) -> Optimiz
         fp8_recipe=transformer.fp8_recipe if transformer.fp8 else None,
         log_num_zeros_in_grad=config.log_num_zeros_in_grad,
     )
+
+
+def _inner_options(config: Config) -> dict[str, Any]:
+    """Values of the options that only the optimizer reads, without its prefix."""
+    prefix = f"{config.optimizer}_"
+    return {name.removeprefix(prefix): getattr(config, name) for name in OPTIONS if name.startswith(prefix)}
 
 
 def implementation(config: Config, trainer: Trainer) -> str:

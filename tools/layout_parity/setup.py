@@ -126,7 +126,7 @@ class Setup:
             if not config.no_load_optim:
                 resume.check_optimizer(found, config)
             progress = checkpoint.load(found, trainer, config, layout_of(config, ranks.world_size)).progress
-        optimizer_state.prime_adam(trainer.optimizer)  # the snapshot includes moments that no step has created yet
+        optimizer_state.prime(trainer)  # the snapshot includes moments that no step has created yet
         return Setup(config, ranks, device, trainer, split, plan, vocabulary, progress, Snapshot(trainer))
 
     def enter(self, recipe: str) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -19,6 +19,9 @@ from megatron_lowprec.mcore.optim.gradient_storage import decode_gradients_in, s
 from megatron_lowprec.mcore.optim.gradient_sum import sum_gradients_in
 from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once, fuse_adamw
 from megatron_lowprec.mcore.optim.scaled_adam import keeps_main_weights, use_scaled_adam
+from megatron_lowprec.mcore.optim.whole_matrices import matrices_of
+from megatron_lowprec.mcore.patches import bind
+from megatron_lowprec.optimizer.table import OPTIMIZERS, OptimizerRow, check_recipe
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 from megatron_lowprec.recipe.recipe import Recipe
@@ -47,6 +50,8 @@ def build_optimizer(
     *,
     seed: int,
     build: Callable[..., MegatronOptimizer] = _without_gloo,
+    inner: str = "adam",
+    inner_options: Mapping[str, Any] | None = None,
 ) -> RecipeOptimizer:
     """Megatron-core's optimizer for wrapped chunks, with the recipe's optimizer state and exchange of gradients.
 
@@ -59,10 +64,13 @@ def build_optimizer(
         options: Megatron-core's options of the optimizer; changed if the recipe's state is quantized.
         seed: base of the random streams of stochastic rounding.
         build: Megatron-core's builder, called with ``options`` and ``chunks``.
+        inner: row of ``OPTIMIZERS`` that replaces the AdamW inside what ``build`` returns.
+        inner_options: what the row's ``build`` takes.
 
     Raises:
-        UserError: the recipe changes training, and the chunks or ``options`` lack the distributed optimizer, an option
-            of theirs is not supported, or the weights are not FP8 although the recipe says so.
+        UserError: the recipe has a state that ``inner`` has not; or it changes training, and the chunks or ``options``
+            lack the distributed optimizer, an option of theirs is not supported, or the weights are not FP8 although
+            the recipe says so.
     """
     recipe = as_recipe(recipe)
     if recipe.changes_training and not (
@@ -77,17 +85,19 @@ def build_optimizer(
             f"recipe {recipe.name} has FP8 weights, and these chunks have none: call use_primary_weights(chunks) of "
             "mcore.optim.fp8_param_gather after bind_recipe, and wrap the chunks with fp8_param_gather=True"
         )
+    check_recipe(inner, recipe)
     factor = _exchange_gradients(chunks, recipe) if recipe.gradients.quantized else None
     if recipe.optimizer.quantized:
         keeps_main_weights(options)
     optimizer = build(options, chunks)
-    for inner in torch_optimizers(optimizer):
-        if type(inner) is torch.optim.AdamW:
+    for built in torch_optimizers(optimizer):
+        if type(built) is torch.optim.AdamW:
             # Without TE or apex Megatron-core uses torch's AdamW with defaults, tensor by tensor.
-            for group in [inner.defaults, *inner.param_groups]:
+            for group in [built.defaults, *built.param_groups]:
                 group["fused"], group["foreach"] = True, False
     if recipe.optimizer.quantized:
         use_scaled_adam(optimizer, recipe.optimizer, chunks, seed)
+    _replace_inner(optimizer, OPTIMIZERS[inner], chunks, inner_options or {})
     fuse_adamw(optimizer)
     copy_weights_at_once(optimizer)
     if recipe.gradients.stored:
@@ -95,6 +105,23 @@ def build_optimizer(
             decode_gradients_in(part)
     finalize(optimizer, chunks)
     return RecipeOptimizer(optimizer, factor)
+
+
+def _replace_inner(
+    optimizer: MegatronOptimizer,
+    row: OptimizerRow,
+    chunks: Sequence[DistributedDataParallel],
+    options: Mapping[str, Any],
+) -> None:
+    for part in optimizer.chained_optimizers:
+        if row.build is None or part.is_stub_optimizer:
+            continue
+        matrices = matrices_of(part, chunks, not options["no_split_qkv"]) if row.whole_matrices else []
+        groups = part.optimizer.param_groups
+        built = row.build([{**group, "params": []} for group in groups], part.optimizer.defaults, matrices, options)
+        for group, own in zip(groups, built.param_groups, strict=True):
+            own["params"] = group["params"]  # shards may be no leaves, which torch's constructors refuse
+        bind("inner_optimizer", part, optimizer=built)
 
 
 def _exchange_gradients(chunks: Sequence[DistributedDataParallel], recipe: Recipe) -> GradientFactor:

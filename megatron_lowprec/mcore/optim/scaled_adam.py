@@ -140,7 +140,8 @@ def rounding_stream(weight: nn.Parameter, name: str, seed: int, first: int) -> S
         UserError: tensor parallelism splits rows at other than multiples of 8.
     """
     key, (lines, columns) = optimizer_key(seed, name), (weight.shape[0], weight[0].numel())
-    rank, size = _tensor_parallel_rank(weight)
+    group = tensor_parallel_group(weight)
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
     if size > 1 and columns % VALUES_PER_CALL:
         raise UserError(
             f"optimizer.rounding stochastic: {name} has rows of {columns} entries on each of {size} tensor-parallel "
@@ -159,13 +160,13 @@ def rounding_stream(weight: nn.Parameter, name: str, seed: int, first: int) -> S
     return Stream(key, columns, first, whole_columns=columns, rows=rows)
 
 
-def _tensor_parallel_rank(weight: nn.Parameter) -> tuple[int, int]:
-    """This rank's index among the ranks that shard the weight, and their number."""
+def tensor_parallel_group(weight: nn.Parameter) -> dist.ProcessGroup | None:
+    """The ranks that share a weight's rows or columns; None if one holds them all."""
     if not getattr(weight, "tensor_model_parallel", False):
-        return 0, 1
+        return None
     expert = not getattr(weight, "allreduce", True)
     group = mpu.get_expert_tensor_parallel_group() if expert else mpu.get_tensor_model_parallel_group()
-    return group.rank(), group.size()
+    return group if group.size() > 1 else None
 
 
 def scaled_adams(optimizer: MegatronOptimizer) -> list[ScaledAdamW]:

@@ -72,7 +72,7 @@ class Progress:
 def state_to_save(trainer: Trainer, with_optimizer: bool = True) -> dict[str, Any]:
     """Tensors and objects of a checkpoint, as Megatron-core's sharded state; a collective call."""
     if with_optimizer:
-        optimizer_state.prime_adam(trainer.optimizer)
+        optimizer_state.prime(trainer)
     return _state(trainer, loading=False, with_optimizer=with_optimizer)
 
 
@@ -104,7 +104,7 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
         with_random_state = False
         notes.append("checkpoint: written on another layout of ranks, so dropout continues from a fresh random state")
     if with_optimizer:
-        optimizer_state.prime_adam(trainer.optimizer)
+        optimizer_state.prime(trainer)
     state = _state(trainer, loading=True, with_optimizer=with_optimizer, with_random_state=with_random_state)
     try:
         metadata = safe_load.examine(found.folder)

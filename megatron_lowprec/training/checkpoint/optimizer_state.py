@@ -11,7 +11,11 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_lowprec.mcore.optim.recipe_optimizer import torch_optimizers
 from megatron_lowprec.mcore.patches import bind
+from megatron_lowprec.optimizer.muon import Muon
+from megatron_lowprec.optimizer.table import OPTIMIZERS
 from megatron_lowprec.training.model import Trainer
+
+_ONLY_MOMENT = "momentum_buffer"  # of torch's Muon and SGD
 
 
 def sharded(trainer: Trainer, state: dict[str, Any], loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -19,25 +23,27 @@ def sharded(trainer: Trainer, state: dict[str, Any], loading: bool, metadata: di
     parts = _distributed_parts(trainer.optimizer)
     for part in parts:
         _index_as_buckets_lie(part)
+        _complete_moments(part)
     found: dict[str, Any] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     for part in parts:
-        del part.get_parameter_state_dp_zero
+        del part.get_parameter_state_dp_zero, part._get_main_param_and_optimizer_states
     return found
 
 
-def prime_adam(optimizer: MegatronOptimizer) -> None:
-    """Create torch's AdamW state before its first step: the distributed optimizer reads it to save and to load."""
-    for inner in torch_optimizers(optimizer):
-        if not isinstance(inner, torch.optim.AdamW):
+def prime(trainer: Trainer) -> None:
+    """Create the state of torch's optimizers before their first step: the distributed one reads it to save and load."""
+    row = OPTIMIZERS[trainer.inner]
+    for inner in torch_optimizers(trainer.optimizer):
+        if not isinstance(inner, torch.optim.AdamW | torch.optim.SGD | Muon):
             continue
+        matrices = inner.matrices if isinstance(inner, Muon) else ()
         for group in inner.param_groups:
             for weight in group["params"]:
-                if not inner.state[weight]:
-                    inner.state[weight] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=weight.device),
-                        "exp_avg": torch.zeros_like(weight),
-                        "exp_avg_sq": torch.zeros_like(weight),
-                    }
+                state = inner.state[weight]
+                state.setdefault("step", torch.zeros((), dtype=torch.float32, device=weight.device))
+                for name in row.matrix_state if weight in matrices else row.other_state:
+                    if name not in state:
+                        state[name] = torch.zeros_like(weight)
 
 
 def load(trainer: Trainer, state: dict[str, Any]) -> None:
@@ -96,9 +102,24 @@ def _keep_steps(part: DistributedOptimizer) -> None:
         group, place = part.model_param_group_index_map[model_param]
         current = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]
         steps = {"step": current["step"].clone()} if "step" in current else {}
-        set_states(model_param, {**steps, **tensors})
+        only = {_ONLY_MOMENT: tensors["exp_avg"]} if _ONLY_MOMENT in current else {}
+        set_states(model_param, {**steps, **only, **tensors})
 
     bind("adam_steps", part, _set_main_param_and_optimizer_states=set_states_but_step)
+
+
+def _complete_moments(part: DistributedOptimizer) -> None:
+    """Let a single moment be the first of two, and the second zeros: Megatron-core saves two."""
+    get_states = part._get_main_param_and_optimizer_states
+
+    def get_two(model_param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = get_states(model_param)
+        if _ONLY_MOMENT in tensors:
+            only = tensors.pop(_ONLY_MOMENT)
+            tensors |= {"exp_avg": only, "exp_avg_sq": only.new_zeros(()).expand_as(only)}
+        return tensors
+
+    bind("single_moment", part, _get_main_param_and_optimizer_states=get_two)
 
 
 def _add_steps_of_zero(state: dict[Any, Any]) -> None:

@@ -15,7 +15,7 @@ from megatron_lowprec.training.models.moe.options import Experts, MoeOptions
 from megatron_lowprec.training.options.dataset_options import DataOptions
 from megatron_lowprec.training.options.declaration import NO_EFFECT_PARTS, Group, Option, Part, arg
 from megatron_lowprec.training.options.model_options import ModelOptions, RopeOptions
-from megatron_lowprec.training.options.optimizer_options import OptimizerOptions
+from megatron_lowprec.training.options.optimizer_options import MuonOptions, OptimizerOptions
 from megatron_lowprec.training.options.output_options import CheckpointOptions, EvaluationOptions, LoggingOptions
 from megatron_lowprec.training.options.parts import ModelShape, ModelSizes, Steps, filled
 from megatron_lowprec.training.options.recipe_options import RecipeOptions
@@ -30,6 +30,7 @@ class Config(
     DataOptions,
     MemoryOptions,
     ParallelOptions,
+    MuonOptions,
     OptimizerOptions,
     TrainingOptions,
     MoeOptions,

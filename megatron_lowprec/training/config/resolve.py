@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.backends.emulated.why_not import check_accumulator
+from megatron_lowprec.optimizer.table import check_recipe
 from megatron_lowprec.recipe.coverage import check_fp8_gather
 from megatron_lowprec.recipe.fp8_dispatch import check_fp8_dispatch
 from megatron_lowprec.recipe.recipe import Recipe
@@ -71,6 +72,7 @@ def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
     if recipe.gradients.stored:
         check_stored_gradients(config, recipe)
     check_saved_activations(config, recipe)
+    check_recipe(config.optimizer, recipe)
     if recipe.fp8_weights and not config.bf16:
         raise UserError(
             f"recipe {recipe.name} stores FP8 weights, which needs --bf16: add it, or set --recipe-override "

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_lowprec.optimizer.table import OPTIMIZERS
 from megatron_lowprec.recipe.coverage import (
     LinearSite,
     cached_weights,
@@ -14,10 +15,8 @@ from megatron_lowprec.recipe.coverage import (
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import data_parallel_size
 from megatron_lowprec.training.memory.layout import Execution, microbatches_of, stage_layers
-from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import expert_tensor_ranks, stream_bytes, width_of
 from megatron_lowprec.training.models.sizes import has_bias, linear_sites, norm_weights, other_weights, sharding
-from megatron_lowprec.training.options.model_options import ModelOptions
 
 _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0}
 
@@ -34,14 +33,8 @@ def stage_weights(config: Config, padded_vocab_size: int, stage: int) -> Weights
     """Number of weights on one rank of a pipeline stage."""
     hidden, tensor = config.shape.hidden_size, config.tensor_model_parallel_size
     pipeline, layers = config.pipeline_model_parallel_size, stage_layers(config, stage)
-    dense, expert = sum(other_weights(config, layer) for layer in layers), 0
-    for site in linear_sites(config, layers):
-        shards = sharding(config, site)
-        weights = shards.copies_on_rank * _linear_weights(config, site, shards)
-        if shards.experts:
-            expert += weights
-        else:
-            dense += weights
+    linears = _linears(config, stage, biases=True)
+    dense = sum(other_weights(config, layer) for layer in layers) + linears.dense
     embedding = padded_vocab_size // tensor * hidden
     if stage == 0:
         dense += embedding
@@ -51,13 +44,20 @@ def stage_weights(config: Config, padded_vocab_size: int, stage: int) -> Weights
         dense += norm_weights(config.shape)
         # A tied output layer on another stage than the embedding's has a copy of it.
         dense += embedding if config.untie_embeddings_and_output_weights or pipeline > 1 else 0
+    return Weights(dense, linears.expert)
+
+
+def _linears(config: Config, stage: int, biases: bool) -> Weights:
+    """Number of weights of a stage's linear layers on one rank."""
+    dense = expert = 0
+    for site in linear_sites(config, stage_layers(config, stage)):
+        shards = sharding(config, site)
+        weights = site.in_features * site.out_features // shards.tensor_ranks
+        if biases and has_bias(config.shape, site):
+            weights += site.out_features // (shards.tensor_ranks if site.split == "column" else 1)
+        dense += shards.copies_on_rank * weights * (not shards.experts)
+        expert += shards.copies_on_rank * weights * shards.experts
     return Weights(dense, expert)
-
-
-def _linear_weights(config: ModelOptions, site: LinearSite, shards: Sharding) -> int:
-    """Number of weights in one rank's shard of one copy of a linear layer, including its bias."""
-    biases = site.out_features // (shards.tensor_ranks if site.split == "column" else 1)
-    return site.in_features * site.out_features // shards.tensor_ranks + has_bias(config, site) * biases
 
 
 def lasting(config: Config, runs: Execution, vocabulary: int, gpus: int, stage: int) -> tuple[dict[str, float], float]:
@@ -66,17 +66,23 @@ def lasting(config: Config, runs: Execution, vocabulary: int, gpus: int, stage: 
     data = data_parallel_size(config, gpus) * config.context_parallel_size
     copies = gpus // config.pipeline_model_parallel_size  # ranks of a stage, over which its experts are spread
     expert_data = max(1, copies // (config.expert_model_parallel_size * expert_tensor_ranks(config)))
-    distributed = config.use_distributed_optimizer
-    # Weights whose optimizer state this rank holds.
-    owned = weights.dense / (data if distributed else 1) + weights.expert / (expert_data if distributed else 1)
+    dense_ranks, expert_ranks = (data, expert_data) if config.use_distributed_optimizer else (1, 1)
+
+    def of_rank(weights: Weights) -> float:
+        """Weights whose optimizer state this rank holds."""
+        return weights.dense / dense_ranks + weights.expert / expert_ranks
+
+    owned, matrices = of_rank(weights), of_rank(_linears(config, stage, biases=False))
     total = weights.dense + weights.expert
     state = runs.recipe.optimizer
     first, second, main = (_STATE_BYTES[form] for form in state.formats.values())
+    row = OPTIMIZERS[config.optimizer]
+    moments = len(row.other_state) * owned + (len(row.matrix_state) - len(row.other_state)) * matrices
     half_gradients, stored = config.bf16 and config.grad_reduce_in_bf16, runs.recipe.gradients.stored
     resident = {
         "weights": total * width_of(config) - _saved_by_primary_weights(config, runs, stage),
         "main weights": owned * main if config.bf16 or state.quantized else 0.0,
-        "moments": owned * (first + second),
+        "moments": moments * (first + second) / 2,  # all fp32 but AdamW's under a recipe
         "gradients": total * (1.0 if stored else 2.0 if half_gradients else 4.0),
         "kept quantized weights": _kept_weights(config, runs, gpus, stage),
     }
@@ -84,7 +90,16 @@ def lasting(config: Config, runs: Execution, vocabulary: int, gpus: int, stage: 
     update = owned * 4.0 if stored or (half_gradients and not state.quantized) else 0.0
     # FP8 codes are sent and received at once; stored codes are sent from where they are.
     exchanged = total * (1.0 if stored else 2.0) if runs.recipe.gradients.quantized and data > 1 else 0.0
-    return resident, max(update, exchanged)
+    whole = _orthogonalized(config, stage) if row.whole_matrices else 0.0
+    return resident, max(update, exchanged, whole)
+
+
+def _orthogonalized(config: Config, stage: int) -> float:
+    """Bytes that torch's Muon takes for the largest matrix: update, step and its average in fp32, two iterates and two
+    products with themselves in bf16.
+    """
+    sizes = {(site.in_features, site.out_features) for site in linear_sites(config, stage_layers(config, stage))}
+    return max(16.0 * rows * columns + 4.0 * min(rows, columns) ** 2 for rows, columns in sizes)
 
 
 def fp32_gradients(config: Config, runs: Execution, vocabulary: int, gpus: int, stage: int) -> float:

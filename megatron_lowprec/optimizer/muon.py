@@ -1,0 +1,175 @@
+"""Muon for matrices and AdamW for all other weights, as one torch optimizer; arXiv 2502.16982.
+
+torch's own Muon orthogonalizes. It takes whole matrices; a ``Matrix`` says how they are had where ranks hold parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+
+from megatron_lowprec.errors import UserError
+
+
+class Matrix:
+    """A matrix of a model, whole on this rank.
+
+    Args:
+        weight: what the optimizer updates: the matrix, this rank's part of it, or None for no part.
+        split: rows of each matrix in a group of rows: of the queries, keys and values of a fused projection's query
+            group. All rows of a kind are one matrix. Empty: all rows are.
+    """
+
+    def __init__(self, weight: torch.Tensor | None, split: tuple[int, ...] = ()) -> None:
+        self.weight, self.split = weight, split
+
+    def whole(self, update: torch.Tensor | None) -> torch.Tensor | None:
+        """The whole update, from this rank's part; None where ``weight`` is None. Collective for a matrix in parts."""
+        return update
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part, in the shape of ``weight``."""
+        return whole
+
+
+def matrices_of_linears(model: nn.Module, others: Collection[nn.Parameter] = ()) -> list[Matrix]:
+    """Trained weights of a model's linear layers, converted or not, but of those tied to an embedding.
+
+    Args:
+        others: weights that AdamW is to update, such as the output layer's.
+
+    Raises:
+        UserError: a weight is a DTensor, of which ranks hold parts.
+    """
+    embeddings = {layer.weight for layer in model.modules() if isinstance(layer, nn.Embedding)}
+    found = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and layer.weight.requires_grad and layer.weight not in embeddings | set(others):
+            if hasattr(layer.weight, "device_mesh"):
+                raise UserError(
+                    f"{name}.weight is a DTensor, and Muon updates whole matrices: train with replicated weights "
+                    "(DistributedDataParallel), or with AdamW"
+                )
+            found.append(Matrix(layer.weight))
+    return found
+
+
+class Muon(torch.optim.Optimizer):
+    """``torch.optim.Muon`` of ``matrices``, ``torch.optim.AdamW`` of the other weights.
+
+    Args:
+        params: all weights, as for any optimizer of torch.
+        matrices: those that Muon updates, in an order that is the same on all ranks. Others are not to change.
+        lr: of AdamW, and with ``lr_ratio`` of Muon: schedules set this one.
+        lr_ratio: Muon's learning rate over ``lr``.
+        momentum, nesterov, ns_steps, adjust_lr_fn: as ``torch.optim.Muon``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        matrices: Sequence[Matrix],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        *,
+        lr_ratio: float = 1.0,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+        self.matrices = {matrix.weight for matrix in matrices if matrix.weight is not None}
+        self._matrices, self._lr_ratio, self._momentum, self._nesterov = matrices, lr_ratio, momentum, nesterov
+        # its weights are set at each call: its step subtracts the orthogonalized gradient from zeros
+        self._torch = torch.optim.Muon(
+            [nn.Parameter(torch.zeros(1, 1))],
+            weight_decay=0.0,
+            momentum=0.0,
+            nesterov=False,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all weights with gradients; collective where ranks hold parts of a matrix."""
+        assert closure is None
+        groups = {}
+        for group in self.param_groups:
+            groups.update(dict.fromkeys(group["params"], group))
+            # one count for all, in the group as TransformerEngine's optimizers have it, and in the state as torch's
+            group["step"] = group.get("step", 0) + 1
+            self._update_others(group)
+        for matrix in self._matrices:
+            weight, update = matrix.weight, None
+            if weight is not None:
+                if weight.grad is None:
+                    continue
+                (buffer,) = self._state(weight, groups[weight]["step"], ("momentum_buffer",))
+                self.state[weight]["step"] += 1
+                buffer.lerp_(weight.grad, 1 - self._momentum)
+                update = weight.grad.lerp(buffer, self._momentum) if self._nesterov else buffer
+            whole = matrix.whole(update)
+            if weight is None or whole is None:
+                continue
+            group = groups[weight]
+            rate = float(group["lr"]) * self._lr_ratio
+            change = matrix.part(self._change(whole, matrix.split, rate))
+            weight.mul_(1 - rate * group["weight_decay"]).add_(change)
+
+    def _update_others(self, group: dict[str, Any]) -> None:
+        weights = [p for p in group["params"] if p.grad is not None and p not in self.matrices]
+        averages = [self._state(weight, group["step"], ("exp_avg", "exp_avg_sq")) for weight in weights]
+        (beta1, beta2), steps = group["betas"], [self.state[weight]["step"] for weight in weights]
+        adamw(
+            weights,
+            [weight.grad for weight in weights],
+            [first for first, _ in averages],
+            [second for _, second in averages],
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _state(self, weight: torch.Tensor, step: int, names: tuple[str, ...]) -> list[torch.Tensor]:
+        """Tensors of a weight's state; sets the state's count to the one before ``step``."""
+        state = self.state[weight]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+            state |= {name: torch.zeros_like(weight) for name in names}
+        state["step"].fill_(step - 1)
+        return [state[name] for name in names]
+
+    def _change(self, whole: torch.Tensor, split: tuple[int, ...], lr: float) -> torch.Tensor:
+        """What torch's Muon adds to a matrix for an update, without weight decay."""
+        kinds = [whole]
+        if split:
+            kinds = [kind.flatten(0, 1) for kind in whole.unflatten(0, (-1, sum(split))).split(split, dim=1)]
+        steps = []
+        for kind in kinds:
+            steps.append(nn.Parameter(torch.zeros_like(kind, dtype=torch.float32)))
+            steps[-1].grad = kind.float()
+        (group,) = self._torch.param_groups
+        group["params"], group["lr"] = steps, lr
+        self._torch.state.clear()
+        self._torch.step()
+        group["params"] = []
+        self._torch.state.clear()
+        if not split:
+            return steps[0].data
+        apart = [step.data.unflatten(0, (-1, rows)) for step, rows in zip(steps, split, strict=True)]
+        return torch.cat(apart, dim=1).flatten(0, 1)

@@ -1,0 +1,101 @@
+"""``Muon`` against torch's Muon and AdamW, with fused projections, and on converted layers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_lowprec import convert
+from megatron_lowprec.optimizer.muon import Matrix, Muon, matrices_of_linears
+
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
+
+
+def weights() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(*shape, generator=generator)) for shape in ((24, 16), (16, 40), (16,))]
+
+
+def steps(*optimizers: torch.optim.Optimizer) -> None:
+    """Four updates with the same gradients for the weights of each place."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        for several in zip(*(o.param_groups[0]["params"] for o in optimizers), strict=True):
+            grad = torch.randn(several[0].shape, generator=generator)
+            for weight in several:
+                weight.grad = grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_matrices_move_as_torch_s_muon_moves_them(adjust: str) -> None:
+    """Within two roundings: torch scales and adds in one operation."""
+    mine, theirs = weights()[:2], weights()[:2]
+    options = {"adjust_lr_fn": adjust, "momentum": 0.9, "ns_steps": 4}
+    ours = Muon(mine, [Matrix(weight) for weight in mine], OPTIONS["lr"] / 2, 0.1, lr_ratio=2.0, **options)
+    steps(ours, torch.optim.Muon(theirs, **OPTIONS, **options))
+    for got, want in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(got, want, rtol=2**-22, atol=2**-24)
+
+
+def test_other_weights_move_as_adamw_moves_them() -> None:
+    mine, theirs = weights(), weights()
+    steps(Muon(mine, [Matrix(mine[0])], **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS, fused=True))
+    assert not torch.equal(mine[0], theirs[0])
+    assert all(torch.equal(got, want) for got, want in zip(mine[1:], theirs[1:], strict=True))
+
+
+def test_queries_keys_and_values_are_three_matrices() -> None:
+    """Two query groups of 8 rows: 4 of queries, 2 of keys, 2 of values."""
+    fused = nn.Parameter(torch.randn(16, 6, generator=torch.Generator().manual_seed(2)))
+    parts = [
+        nn.Parameter(part.detach().flatten(0, 1).clone()) for part in fused.unflatten(0, (2, 8)).split([4, 2, 2], 1)
+    ]
+    grad = torch.randn(16, 6, generator=torch.Generator().manual_seed(3))
+    fused.grad = grad
+    for part, of_part in zip(parts, grad.unflatten(0, (2, 8)).split([4, 2, 2], 1), strict=True):
+        part.grad = of_part.flatten(0, 1).clone()
+    Muon([fused], [Matrix(fused, (4, 2, 2))], **OPTIONS).step()
+    Muon(parts, [Matrix(part) for part in parts], **OPTIONS).step()
+    for rows, part in zip(fused.unflatten(0, (2, 8)).split([4, 2, 2], 1), parts, strict=True):
+        assert torch.equal(rows.flatten(0, 1), part)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp4_rht_sr"])
+def test_converted_layers_train_and_resume(recipe: str) -> None:
+    """The embedding's weight is the output layer's. One step of Muon is one of the amax histories."""
+
+    def build() -> tuple[nn.Module, Muon]:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Embedding(64, 64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Linear(64, 64)
+        )
+        model[4].weight = model[0].weight
+        convert(model, recipe, seed=0)
+        found = matrices_of_linears(model)
+        assert [matrix.weight for matrix in found] == [model[1].weight, model[3].weight]
+        return model, Muon(model.parameters(), found, lr=3e-3)
+
+    def train(model: nn.Module, optimizer: Muon, steps: int) -> list[float]:
+        tokens, found = torch.arange(64), []
+        for _ in range(steps):
+            loss = nn.functional.cross_entropy(model(tokens), tokens.roll(1))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss.detach()))
+        return found
+
+    model, optimizer = build()
+    first = train(model, optimizer, 4)
+    saved = copy.deepcopy([each.state_dict() for each in (model, optimizer)])
+    rest = train(model, optimizer, 4)
+    assert rest[-1] < first[0]
+    again, fresh = build()
+    again.load_state_dict(saved[0])
+    fresh.load_state_dict(saved[1])
+    assert train(again, fresh, 4) == rest

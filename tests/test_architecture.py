@@ -64,6 +64,7 @@ MAY_IMPORT = {
             "comm",
             "linear",
             "mcore",
+            "optimizer",
             "te",
             "shipped",
         ),

@@ -70,7 +70,10 @@ PATCHES: dict[str, Patch] = {
         "models of `layer_spec`",
     ),
     "spec_optimizer": Patch(
-        ("megatron.training.training:get_megatron_optimizer",),
+        (
+            "megatron.training.training:get_megatron_optimizer",
+            "megatron.training.training:get_megatron_muon_optimizer",
+        ),
         "Megatron-LM's optimizer is the recipe's, or has the next two changes if it is torch's AdamW on a GPU",
         "`layer_spec`, in Megatron-LM",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from megatron_lowprec import convert
 from megatron_lowprec.optimizer.muon import Matrix, Muon, matrices_of_linears
 
-OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
+LR, DECAY = 0.02, 0.1
 
 
 def weights() -> list[nn.Parameter]:
@@ -35,16 +36,16 @@ def steps(*optimizers: torch.optim.Optimizer) -> None:
 def test_matrices_move_as_torch_s_muon_moves_them(adjust: str) -> None:
     """Within two roundings: torch scales and adds in one operation."""
     mine, theirs = weights()[:2], weights()[:2]
-    options = {"adjust_lr_fn": adjust, "momentum": 0.9, "ns_steps": 4}
-    ours = Muon(mine, [Matrix(weight) for weight in mine], OPTIONS["lr"] / 2, 0.1, lr_ratio=2.0, **options)
-    steps(ours, torch.optim.Muon(theirs, **OPTIONS, **options))
+    options: dict[str, Any] = {"weight_decay": DECAY, "adjust_lr_fn": adjust, "momentum": 0.9, "ns_steps": 4}
+    ours = Muon(mine, [Matrix(weight) for weight in mine], LR / 2, lr_ratio=2.0, **options)
+    steps(ours, torch.optim.Muon(theirs, LR, **options))
     for got, want in zip(mine, theirs, strict=True):
         torch.testing.assert_close(got, want, rtol=2**-22, atol=2**-24)
 
 
 def test_other_weights_move_as_adamw_moves_them() -> None:
     mine, theirs = weights(), weights()
-    steps(Muon(mine, [Matrix(mine[0])], **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS, fused=True))
+    steps(Muon(mine, [Matrix(mine[0])], LR, DECAY), torch.optim.AdamW(theirs, LR, weight_decay=DECAY, fused=True))
     assert not torch.equal(mine[0], theirs[0])
     assert all(torch.equal(got, want) for got, want in zip(mine[1:], theirs[1:], strict=True))
 
@@ -59,8 +60,8 @@ def test_queries_keys_and_values_are_three_matrices() -> None:
     fused.grad = grad
     for part, of_part in zip(parts, grad.unflatten(0, (2, 8)).split([4, 2, 2], 1), strict=True):
         part.grad = of_part.flatten(0, 1).clone()
-    Muon([fused], [Matrix(fused, (4, 2, 2))], **OPTIONS).step()
-    Muon(parts, [Matrix(part) for part in parts], **OPTIONS).step()
+    Muon([fused], [Matrix(fused, (4, 2, 2))], LR).step()
+    Muon(parts, [Matrix(part) for part in parts], LR).step()
     for rows, part in zip(fused.unflatten(0, (2, 8)).split([4, 2, 2], 1), parts, strict=True):
         assert torch.equal(rows.flatten(0, 1), part)
 

@@ -31,7 +31,7 @@ READ_ONCE = cache(tokenizer._gpt2_bpe)
 NAMES = {"paper_table2", "rht_block_size", "fp8_forward", "mxfp8_rounding", "fp8_scaling", "fp8_lm"}
 CHECKS = {"fp8_native", "mxfp8_native"}  # of this project's own kernels, on a GPU alone
 STUDIES = {"gpt_25m_schedule", "all_recipes", "token_ladder", "learning_rate", "mxfp8_operands", "late_growth"}
-STUDIES |= {"fp4_rivals", "stochastic_rounding", "two_domains"}
+STUDIES |= {"fp4_rivals", "muon", "stochastic_rounding", "two_domains"}
 """Of one question each."""
 
 

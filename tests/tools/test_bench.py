@@ -399,7 +399,7 @@ def test_hugging_face_refuses_options_that_do_nothing(option: str, capsys: pytes
 
 
 def test_a_snapshot_is_measured_over_a_step_that_runs_the_same_layers() -> None:
-    args = argparse.Namespace(cuda_graphs=True, snapshots=True, device="cuda", warm_up=5)
+    args = argparse.Namespace(cuda_graphs=True, snapshots=True, device="cuda", warm_up=5, optimizers=[])
     found = step.variants_of(args, ["bf16", "mxfp8"])
     eager = ["--cuda-graph-impl", "none"]
     assert found["mxfp8 snapshot"] == [*found["mxfp8"], "--log-quantization-interval", "1"]
@@ -408,6 +408,8 @@ def test_a_snapshot_is_measured_over_a_step_that_runs_the_same_layers() -> None:
     args.cuda_graphs = False
     assert list(step.variants_of(args, ["bf16", "mxfp8"])) == ["bf16", "mxfp8", "mxfp8 snapshot"]
     assert step.variants_of(args, ["bf16", "mxfp8"]).items() <= found.items()
+    args.optimizers, args.snapshots = ["muon"], False
+    assert step.variants_of(args, ["bf16"])["bf16 muon"] == ["--recipe", "bf16", "--optimizer", "muon"]
 
 
 def test_an_op_with_another_result_has_no_number() -> None:

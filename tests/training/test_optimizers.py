@@ -116,9 +116,9 @@ def test_the_state_is_what_the_memory_plan_counts(build: Build, optimizer: str) 
     [
         (MUON | {"recipe": "fp8_lm", "bf16": True}, "fp8_lm stores AdamW's moments in e4m3, fp16, fp16, .* is muon"),
         (SGD | {"recipe": "fp8_lm_o2", "bf16": True}, "or a recipe without optimizer state such as fp8_lm_o1"),
-        ({"muon_momentum": 0.9}, "--muon-momentum 0.9 does nothing with --optimizer adam.* --optimizer muon$"),
-        (SGD | {"adam_beta2": 0.95}, "--adam-beta2 0.95 does nothing with --optimizer sgd.* adam or muon$"),
-        (MUON | {"sgd_momentum": 0.5}, "--sgd-momentum 0.5 does nothing"),
+        ({"muon_momentum": 0.9}, "--muon-momentum 0.9 is for --optimizer muon, and this run has --optimizer adam"),
+        (SGD | {"adam_beta2": 0.95}, "--adam-beta2 0.95 is for --optimizer adam or muon, and this run has"),
+        (MUON | {"sgd_momentum": 0.5}, "--sgd-momentum 0.5 is for --optimizer sgd"),
         (MUON | {"muon_num_ns_steps": 100}, "--muon-num-ns-steps 100: wants between 1 and 99"),
     ],
 )

@@ -95,6 +95,9 @@ def build_parser() -> argparse.ArgumentParser:
     parts["step"].add_argument(
         "--snapshots", action="store_true", help="repeat with a quantization-error snapshot in every step"
     )
+    parts["step"].add_argument(
+        "--optimizers", type=names, default=[], help="optimizers other than adam, beside it under each recipe: muon,sgd"
+    )
     client = parts["megatron_lm"]
     client.set_defaults(recipes=None, linears=(), rep_ms=0.0, seed=0)
     paths: dict[str, Any] = {"type": _paths, "metavar": "PATH,PATH"}

@@ -87,6 +87,11 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
 def variants_of(args: argparse.Namespace, recipes: Sequence[str]) -> dict[str, list[str]]:
     """Row -> flags of the driver, of this project's layers; UserError if they cannot be captured in CUDA graphs."""
     variants = {recipe: ["--recipe", recipe] for recipe in recipes}
+    variants |= {
+        f"{recipe} {optimizer}": [*flags, "--optimizer", optimizer]
+        for optimizer in args.optimizers
+        for recipe, flags in variants.items()
+    }
     if args.cuda_graphs or args.snapshots:  # what has a snapshot in every step cannot be captured
         variants = {recipe: [*flags, "--cuda-graph-impl", "none"] for recipe, flags in variants.items()}
     plain = dict(variants)
@@ -96,7 +101,7 @@ def variants_of(args: argparse.Namespace, recipes: Sequence[str]) -> dict[str, l
                 f"--cuda-graphs with --device {args.device} and --warm-up {args.warm_up}: layers are captured on a "
                 "GPU, in the second iteration; use --device cuda and --warm-up 2 or more"
             )
-        variants |= {f"{recipe} graphs": ["--recipe", recipe, "--cuda-graph-impl", "local"] for recipe in recipes}
+        variants |= {f"{name} graphs": [*flags[:-1], "local"] for name, flags in plain.items()}
     if args.snapshots:
         every = ["--log-quantization-interval", "1"]
         variants |= {f"{name}{_SNAPSHOT}": [*flags, *every] for name, flags in plain.items() if name != "bf16"}

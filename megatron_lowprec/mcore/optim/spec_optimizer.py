@@ -25,10 +25,16 @@ def build_optimizers_of_megatron_lm() -> None:
     training: Any = sys.modules.get("megatron.training.training")
     if training is None or hasattr(training.get_megatron_optimizer, "__wrapped__"):
         return
-    build = training.get_megatron_optimizer
+    for name in ("get_megatron_optimizer", "get_megatron_muon_optimizer"):  # the latter until 0.18
+        if hasattr(training, name):
+            bind("spec_optimizer", training, **{name: _following(getattr(training, name))})
+
+
+def _following(build: Callable[..., MegatronOptimizer]) -> Callable[..., MegatronOptimizer]:
+    """A builder of Megatron-LM's that follows the recipe of its models."""
 
     @wraps(build)
-    def get_megatron_optimizer(
+    def build_for_recipe(
         config: OptimizerConfig, model_chunks: list[DistributedDataParallel], **options: Any
     ) -> MegatronOptimizer:
         tracker = _tracker_of(model_chunks)
@@ -38,11 +44,11 @@ def build_optimizers_of_megatron_lm() -> None:
             tracker.check_rules()
         if tracker is not None and tracker.recipe.changes_training:
             return _of_recipe(tracker, config, model_chunks, partial(build, **options))
-        optimizer: MegatronOptimizer = build(config, model_chunks, **options)
+        optimizer = build(config, model_chunks, **options)
         fuse_update(optimizer)
         return optimizer
 
-    bind("spec_optimizer", training, get_megatron_optimizer=get_megatron_optimizer)
+    return build_for_recipe
 
 
 def _tracker_of(chunks: list[DistributedDataParallel]) -> StepTracker | None:

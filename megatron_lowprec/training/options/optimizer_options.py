@@ -18,7 +18,10 @@ class OptimizerOptions(Group):
     PART = Part.SCHEDULE
 
     optimizer: Literal["adam", "muon", "sgd"] = arg(
-        "adam", "; ".join(f"{name}: {row.summary}" for name, row in OPTIMIZERS.items()), Part.UPDATE, optimizer_state=True
+        "adam",
+        "; ".join(f"{name}: {row.summary}" for name, row in OPTIMIZERS.items()),
+        Part.UPDATE,
+        optimizer_state=True,
     )
     lr: float | None = arg(None, "peak learning rate", least=0)
     min_lr: float = arg(0.0, "learning rate at the end of the decay", least=0)

@@ -151,11 +151,11 @@ def test_a_frequent_flag_is_taken(words: str) -> None:
 def test_all_reasons_are_in_one_message() -> None:
     message = refusal(
         "--fp16 --window-size 12,0 --mtp-num-layers 1 --apply-layernorm-1p --no-such-flag 3 --num-layer 2 --lr x "
-        "--optimizer sgd --fp8-recipe blockwise --dataloader-type cyclic --normalization BatchNorm stray"
+        "--optimizer lion --fp8-recipe blockwise --dataloader-type cyclic --normalization BatchNorm stray"
     )
     for words in (
         *("12 reasons", "--fp16: ", "--bf16", "--window-size 12,0: ", "--mtp-num-layers 1: ", "--apply-layernorm-1p: "),
-        *("unknown flag --no-such-flag", "--num-layers", "--lr: 'x' is not a number", "--optimizer sgd: "),
+        *("unknown flag --no-such-flag", "--num-layers", "--lr: 'x' is not a number", "--optimizer lion: "),
         *(
             "--fp8-recipe blockwise: use --recipe fp8_blockwise",
             "--dataloader-type cyclic: ",

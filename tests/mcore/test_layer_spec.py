@@ -220,14 +220,16 @@ def test_rules_are_checked_against_the_layers_of_all_stages(monkeypatch: pytest.
     monkeypatch.setattr(placement, "parallel_state", MagicMock(wraps=placement.parallel_state, **two))
     monkeypatch.setattr(placement.dist, "all_gather_object", gather)
     # where Megatron-LM builds its optimizers
-    training = SimpleNamespace(get_megatron_optimizer=lambda config, chunks: SimpleNamespace())
+    builders = dict.fromkeys(("get_megatron_optimizer", "get_megatron_muon_optimizer"), lambda *_: SimpleNamespace())
+    training = SimpleNamespace(**builders)
     monkeypatch.setitem(sys.modules, "megatron.training.training", training)
     stage = {"num_layers": 2 * LAYERS, "pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
     for linear, message in (("linear_fc1", None), ("linear_fc3", "layers are named like layers.4.mlp.linear_fc[12]")):
         change = f"rules=[{{layers: [layers.4.mlp.{linear}], gemms: bf16}}]"
         model = tracked("mxfp8", change, **stage)
-        with nullcontext() if message is None else pytest.raises(UserError, match=message):
-            training.get_megatron_optimizer(None, [model])
+        for build in (training.get_megatron_optimizer, training.get_megatron_muon_optimizer):
+            with nullcontext() if message is None else pytest.raises(UserError, match=message):
+                build(None, [model])
         with nullcontext() if message is None else pytest.raises(UserError, match=message):
             bind_recipe([model], load_recipe("mxfp8", [change]), num_layers=2 * LAYERS, seed=SEED)
     training.get_megatron_optimizer(None, [])  # a stage without layers

@@ -21,7 +21,7 @@ from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once, fu
 from megatron_lowprec.mcore.optim.scaled_adam import keeps_main_weights, use_scaled_adam
 from megatron_lowprec.mcore.optim.whole_matrices import matrices_of
 from megatron_lowprec.mcore.patches import bind
-from megatron_lowprec.optimizer.table import OPTIMIZERS, OptimizerRow, check_recipe
+from megatron_lowprec.optimizer.optimizers import OPTIMIZERS, OptimizerRow, check_recipe
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 from megatron_lowprec.recipe.recipe import Recipe

@@ -12,7 +12,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron_lowprec.mcore.optim.recipe_optimizer import torch_optimizers
 from megatron_lowprec.mcore.patches import bind
 from megatron_lowprec.optimizer.muon import Muon
-from megatron_lowprec.optimizer.table import OPTIMIZERS
+from megatron_lowprec.optimizer.optimizers import OPTIMIZERS
 from megatron_lowprec.training.model import Trainer
 
 _ONLY_MOMENT = "momentum_buffer"  # of torch's Muon and SGD

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.backends.emulated.why_not import check_accumulator
-from megatron_lowprec.optimizer.table import check_recipe
+from megatron_lowprec.optimizer.optimizers import check_recipe
 from megatron_lowprec.recipe.coverage import check_fp8_gather
 from megatron_lowprec.recipe.fp8_dispatch import check_fp8_dispatch
 from megatron_lowprec.recipe.recipe import Recipe

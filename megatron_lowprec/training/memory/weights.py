@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_lowprec.optimizer.table import OPTIMIZERS
+from megatron_lowprec.optimizer.optimizers import OPTIMIZERS
 from megatron_lowprec.recipe.coverage import (
     LinearSite,
     cached_weights,

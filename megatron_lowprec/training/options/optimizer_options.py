@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_lowprec.optimizer.table import OPTIMIZERS
+from megatron_lowprec.optimizer.optimizers import OPTIMIZERS
 from megatron_lowprec.training.options.declaration import Group, Part, arg
 
 _ADAM = "optimizer=adam|muon"

@@ -53,7 +53,7 @@ def _linears(config: Config, stage: int, biases: bool) -> Weights:
     for site in linear_sites(config, stage_layers(config, stage)):
         shards = sharding(config, site)
         weights = site.in_features * site.out_features // shards.tensor_ranks
-        if biases and has_bias(config.shape, site):
+        if biases and has_bias(config, site):
             weights += site.out_features // (shards.tensor_ranks if site.split == "column" else 1)
         dense += shards.copies_on_rank * weights * (not shards.experts)
         expert += shards.copies_on_rank * weights * shards.experts

@@ -17,7 +17,7 @@ from megatron_lowprec.recipe.parsing import load_recipe
 from tests.checks import run_checks
 from tests.linear import fp8_gather_checks, matrix_checks, tensor_parallel_checks
 from tests.linear.tiny_models import Gpt2Block, LlamaBlock, TinyModel, build, tokens_of
-from tests.linear.wrapping import DEVICE, check_in, full_state, is_converted, own_group, wrapped
+from tests.linear.wrapping import DEVICE, check_in, full_state, is_converted, losses_in_one_process, own_group, wrapped
 
 RECIPES = ("fp8_current", "mxfp8", "fp8_delayed", "mxfp4_rht_sr", "fp8_mxfp4_rht_sr")
 STEPS = 4
@@ -28,21 +28,7 @@ def reference(recipe: str, **options: Any) -> tuple[list[list[float]], dict[str,
     """Losses of each step's two microbatches and the final state, in one process; both draw as on a rank of its own."""
     model = build(**options)
     convert(model, recipe, data_parallel_rank=0, group=own_group())
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        losses.append([])
-        for rank in range(2):
-            for layer in filter(is_converted, model.modules()):
-                layer.passes.count = step
-            loss = model(tokens_of(2 * step + rank))
-            loss.backward()
-            losses[-1].append(loss.item())
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad /= 2
-        optimizer.step()
-    return losses, model.state_dict()
+    return losses_in_one_process(model, STEPS), model.state_dict()
 
 
 def run(kind: str, recipe: str, **options: Any) -> tuple[nn.Module, list[float]]:

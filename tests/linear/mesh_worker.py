@@ -17,7 +17,7 @@ from megatron_lowprec.linear.fp8_all_gather import enable_fp8_all_gather
 from tests.checks import run_checks
 from tests.linear.tensor_parallel_checks import PLAN, assert_close, in_fp64, total
 from tests.linear.tiny_models import build, tokens_of
-from tests.linear.wrapping import check_in, full_state, is_converted, own_group, wrapped
+from tests.linear.wrapping import check_in, full_state, losses_in_one_process, own_group, wrapped
 
 CHECKS: dict[str, Callable[[], None]] = {}
 STEPS = 2
@@ -32,21 +32,7 @@ def reference(recipe: str) -> tuple[list[list[float]], dict[str, Any]]:
     """Losses of each step's two microbatches in one process, and its amax histories, on rank 0; both draw alike."""
     group = own_group()
     model = in_fp64(recipe, data_parallel_rank=0, group=group)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
-    for step in range(STEPS if dist.get_rank() == 0 else 0):
-        losses.append([])
-        for rank in range(2):
-            for layer in filter(is_converted, model.modules()):
-                layer.passes.count = step
-            loss = model(tokens_of(2 * step + rank))
-            loss.backward()
-            losses[-1].append(loss.item())
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad /= 2  # of the sum, as the wrappers do: amaxes of grad_output are of the undivided losses
-        optimizer.step()
-        optimizer.zero_grad()
-    everywhere = [losses]
+    everywhere = [losses_in_one_process(model, STEPS if dist.get_rank() == 0 else 0)]
     dist.broadcast_object_list(everywhere)
     return everywhere[0], {name: value for name, value in model.state_dict().items() if ".amax." in name}
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lowprec.linear.fp8_all_gather import enable_fp8_all_gather
 from megatron_lowprec.linear.lowprec_linear import LowPrecLayer
-from tests.linear.tiny_models import TinyModel
+from tests.linear.tiny_models import TinyModel, tokens_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -51,6 +51,25 @@ def full_state(model: nn.Module) -> dict[str, Any]:
 
 def is_converted(module: nn.Module) -> bool:
     return isinstance(module, LowPrecLayer)
+
+
+def losses_in_one_process(model: nn.Module, steps: int, ranks: int = 2) -> list[list[float]]:
+    """Losses of each step's microbatches, one a rank, which draw as on a rank of their own; trains by their mean."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    for step in range(steps):
+        losses.append([])
+        for rank in range(ranks):
+            for layer in filter(is_converted, model.modules()):
+                layer.passes.count = step
+            loss = model(tokens_of(ranks * step + rank))
+            loss.backward()
+            losses[-1].append(loss.item())
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= ranks  # of the sum, as the wrappers do: amaxes of grad_output are of undivided losses
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 def train(model: nn.Module, batches: list[torch.Tensor], lr: float = 1e-2) -> list[float]:

@@ -591,20 +591,23 @@ CHECKS |= {
 }
 
 
-def main() -> None:
+def main(checks: dict[str, Callable[[], None]]) -> None:
+    """Run checks under tensor parallelism over all ranks."""
     from megatron_lowprec.mcore.cpu_compat import install
 
     install()
     from megatron.core import parallel_state
 
-    if DEVICE == "cpu":
+    if DEVICE == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
+    else:
         remove_interpreter_overhead()
     torch._dynamo.config.disable = True
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
-    run_checks(CHECKS)
+    run_checks(checks)
 
 
 if __name__ == "__main__":
-    main()
+    main(CHECKS)

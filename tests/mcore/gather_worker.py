@@ -23,8 +23,6 @@ from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.schema import QuantSpec
 from megatron_lowprec.training.memory.transfers import layer_transfers
-from tests.checks import run_checks
-from tests.kernels.interpreted import remove_interpreter_overhead
 from tests.mcore.fused_worker import (
     BATCH,
     DEVICE,
@@ -35,6 +33,7 @@ from tests.mcore.fused_worker import (
     VOCABULARY,
     build,
     equal_but_for,
+    main,
     native,
     two_steps,
 )
@@ -283,22 +282,5 @@ CHECKS["header"] = header
 CHECKS["refusals"] = refusals
 
 
-def main() -> None:
-    from megatron_lowprec.mcore.cpu_compat import install
-
-    install()
-    from megatron.core import parallel_state
-
-    if DEVICE == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank())
-    else:
-        remove_interpreter_overhead()
-    torch._dynamo.config.disable = True
-    torch.set_num_threads(1)
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
-    run_checks(CHECKS)
-
-
 if __name__ == "__main__":
-    main()
+    main(CHECKS)

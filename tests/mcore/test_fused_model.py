@@ -21,6 +21,7 @@ WEEKLY = {
     "fusions-llama-tp",
     "dropout-gpt-sp",
     "residuals-recomputed",
+    "saved-memory-fp8_delayed-gpt",
 }
 
 

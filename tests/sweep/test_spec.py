@@ -93,10 +93,9 @@ def test_every_shipped_sweep_expands_at_every_size(path: Any, size: str) -> None
 )
 def test_every_study_pairs_its_recipes_over_two_seeds_at_least(name: str, size: str | None) -> None:
     sweep = read(f"configs/sweeps/{name}.yaml", size)
-    found = expand(sweep, {need: ["a_text_document"] for need in sweep.needs}, 1)
+    found = expand(replace(sweep, seeds=sweep.seeds[:2]), {need: ["a_text_document"] for need in sweep.needs}, 1)
     assert "bf16" in [choice.label for choice in sweep.recipes]
-    assert len(sweep.seeds) >= 2
-    assert len(found) == len(sweep.recipes) * len(sweep.models) * len(sweep.variants) * len(sweep.seeds)
+    assert len(found) == len(sweep.recipes) * len(sweep.models) * len(sweep.variants) * 2
     assert len({str(job.resolved) + str(job.seed) for job in found}) == len(found)
     # a study compares by one text that no run has trained on
     assert name in CHECKS or sweep.needs == ("train_data_path",)

@@ -13,7 +13,7 @@ import torch
 from megatron_lowprec.finetuning import quantize_frozen_weights
 from megatron_lowprec.linear.convert import convert
 from megatron_lowprec.text_tables import Column, Row, named
-from tools.bench.hugging_face import CASES
+from tools.bench.hugging_face import CASES, ModelStep
 from tools.bench.measure import Bench, errors, one_line
 from tools.bench.report import Report, spread_columns
 
@@ -27,8 +27,8 @@ COLUMNS = (
 )
 
 
-class Step:
-    """Forward and backward pass of one variant, and AdamW of the norms; calls run one step.
+class Step(ModelStep):
+    """One variant, with AdamW of the norms.
 
     Args:
         recipe: of the linear layers but the head; None for bf16.
@@ -49,14 +49,6 @@ class Step:
     def weight_bytes(self) -> int:
         """Bytes of all parameters and buffers."""
         return sum(tensor.nbytes for tensor in (*self._model.parameters(), *self._model.buffers()))
-
-    def __call__(self) -> torch.Tensor:
-        """The loss."""
-        loss: torch.Tensor = self._model(input_ids=self._tokens, labels=self._tokens).loss
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss.detach()
 
 
 def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:

@@ -107,8 +107,24 @@ CASES = {
 }
 
 
-class Step:
-    """Forward pass, backward pass and AdamW of one variant; calls run one step.
+class ModelStep:
+    """Forward pass, backward pass and update of a model that subclasses build; calls run one step."""
+
+    _model: Any
+    _tokens: torch.Tensor
+    _optimizer: torch.optim.Optimizer
+
+    def __call__(self) -> torch.Tensor:
+        """The loss."""
+        loss: torch.Tensor = self._model(input_ids=self._tokens, labels=self._tokens).loss
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+
+class Step(ModelStep):
+    """AdamW of one variant.
 
     Args:
         change: converts the model's layers and returns their number.
@@ -125,14 +141,6 @@ class Step:
                 block.compile(dynamic=False)
         fused = tokens.is_cuda
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=fused)
-
-    def __call__(self) -> torch.Tensor:
-        """The loss."""
-        loss: torch.Tensor = self._model(input_ids=self._tokens, labels=self._tokens).loss
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss.detach()
 
 
 def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:

@@ -18,7 +18,7 @@ from megatron_lowprec.kernels.philox.triton import place
 from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule, converts_fp8
 from megatron_lowprec.kernels.quantize.triton_coded import write_tensor_scale
 from megatron_lowprec.kernels.quantize.triton_groups import quantize_groups
-from megatron_lowprec.kernels.quantize.triton_ops import widened
+from megatron_lowprec.kernels.quantize.triton_ops import groups_in_threads, widened
 from megatron_lowprec.kernels.tuning import Tuned
 
 _KEYS = ["rk0", "rk1", "ck0", "ck1", "row_scale_k0", "row_scale_k1", "col_scale_k0", "col_scale_k1"]
@@ -140,7 +140,8 @@ def _mx_kernel(
     if MX.ALONG_COLUMNS:
         write_tensor_scale(tensor_scale_ptr + 1, col_amax_ptr, tile == 0, MX)
         # after the rowwise part this read hits the cache: registers for the tile are better spent on warps
-        y = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+        y = groups_in_threads(y) if MX.HADAMARD and GROUP == 128 else y.to(tl.float32)
         n = cols
         first_column = tl.full([BN], first_m, tl.int32)
         out, byte = quantize_groups(

@@ -24,6 +24,20 @@ def widened(words):
 
 
 @triton.jit
+def groups_in_threads(x):
+    """[GROUP, P], loaded in rows, as fp32 with a column in each thread.
+
+    Neighbours along dimension 0 are split, which the layout of a load cannot, so the tile crosses shared memory here,
+    before it is widened. Triton otherwise runs some of a long transform's stages in the load's layout, exchanges fp32
+    twice, and repeats the other stages in two layouts.
+    """
+    GROUP: tl.constexpr = x.shape[0]
+    P: tl.constexpr = x.shape[1]
+    even, odd = tl.split(tl.permute(tl.reshape(x, [GROUP // 2, 2, P]), (0, 2, 1)))
+    return tl.reshape(tl.permute(tl.join(even.to(tl.float32), odd.to(tl.float32)), (0, 2, 1)), [GROUP, P])
+
+
+@triton.jit
 def hadamard(y, signs, GROUP: tl.constexpr):
     """Butterflies of stride GROUP/2 ... 1 along dimension 0; each stage rotates the index's top bit to the bottom."""
     P: tl.constexpr = y.shape[1]

@@ -14,7 +14,7 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import transpose_codes
 from megatron_lowprec.kernels.quantize.elements import encode, packed
 from megatron_lowprec.kernels.quantize.reference import block_amax, scale_blocks
-from megatron_lowprec.quantization.primary_weight import Fp8Weight
+from megatron_lowprec.quantization.primary_weight import Fp8Weight, native_scale
 from megatron_lowprec.quantization.quantizer import quantize_by_reference
 from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
 from megatron_lowprec.quantization.token_rows import stored_codes
@@ -185,7 +185,7 @@ class FrozenWeight(Fp8Weight):
         folded = not codes and spec.folds_scale and not on_grid
         if codes:
             elements = transpose_codes(elements) if flips else elements
-            scale = _native_scale(scale.t() if flips else scale, spec)
+            scale = native_scale(scale.t() if flips else scale, spec)
         else:
             # as EmulatedGemms: scales that fold exactly are multiplied into the data, which are contiguous
             if folded:
@@ -260,9 +260,3 @@ _NO_GRADIENT = (
     "a frozen weight was asked for a gradient, but is held as codes, which do not train: call "
     "megatron_lowprec.finetuning.dequantize_frozen_weights(model) first"
 )
-
-
-def _native_scale(scale: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """Scales for a native GEMM: those of square blocks row-major, with columns zero-padded to multiples of 4."""
-    missing = -scale.shape[1] % 4 if spec.granularity == "128x128" else 0
-    return pad(scale, (0, missing)) if missing else scale.contiguous()

@@ -128,20 +128,15 @@ class Fp8Weight(torch.Tensor):
                 quantized.rowwise_data, quantized.rowwise_scale = plain, kept
         elif columnwise:
             quantized.columnwise_data = transpose_codes(elements)
-            quantized.columnwise_scale = self._native_scale(scale.t())
+            quantized.columnwise_scale = native_scale(scale.t(), self.spec)
         else:
-            quantized.rowwise_data, quantized.rowwise_scale = elements, self._native_scale(scale)
+            quantized.rowwise_data, quantized.rowwise_scale = elements, native_scale(scale, self.spec)
         return quantized
 
     def _scaled(self, elements: torch.Tensor) -> torch.Tensor:
         """The elements times the scales of their blocks, in the compute dtype."""
         scale = torch.atleast_2d(self.decode_scale)
         return scale_blocks(elements.float(), scale, block_sizes(self.spec, elements)).to(self.dtype)
-
-    def _native_scale(self, scale: torch.Tensor) -> torch.Tensor:
-        """Scales for a native GEMM: those of blocks row-major, with columns zero-padded to multiples of 4."""
-        missing = 0 if self.spec.block is None else -scale.shape[1] % 4
-        return pad(scale, (0, missing)) if missing else scale.contiguous()
 
     # Megatron-core's names for ``source``, from which its optimizer initializes main weights
     def get_high_precision_init_val(self) -> torch.Tensor:
@@ -207,3 +202,9 @@ def set_codes(
             multi_tensor_cast_([shard.values for shard in many], torch.cat(scales), FORMATS[spec.format], into)
         else:
             partial_cast_(many, torch.cat(scales), FORMATS[spec.format], spec.block, into)
+
+
+def native_scale(scale: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """Scales for a native GEMM: those of square blocks row-major, with columns zero-padded to multiples of 4."""
+    missing = -scale.shape[1] % 4 if spec.granularity == "128x128" else 0
+    return pad(scale, (0, missing)) if missing else scale.contiguous()

@@ -28,7 +28,7 @@ from megatron_lowprec.linear.backends.blackwell_mx.start_check import (
     Key,
 )
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, product_of
-from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
+from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms, quantized_direction
 from megatron_lowprec.linear.backends.hopper_fp8.why_not import operands_of
 from megatron_lowprec.linear.backends.protocol import CastRequest, KnownAmax, LayerContext
 from megatron_lowprec.linear.layer_tensors import in_memory
@@ -94,29 +94,23 @@ class BlackwellMxGemms(EmulatedGemms):
 
     def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor | None:
         """As ``quantize``, with data and scales not filled; sizes may be symbolic."""
-        first = self.specs[SIDES[tensor][not request.rowwise], tensor]
-        made = QuantizedTensor(matrix.shape, matrix.dtype, first, scale_layout="tiles_128x4")
-        for name, columnwise in zip(SIDES[tensor], (False, True), strict=True):
-            spec, transform = self.specs[name, tensor], self.transform(name, NO_DRAWS)
-            if not (request.columnwise if columnwise else request.rowwise):
-                continue
-            assert spec is not None
-            assert spec.block is not None
-            rows, length = reversed(matrix.shape) if columnwise else matrix.shape
-            whole = 1 if transform is None else transform.block
-            columns = -(-length // whole) * whole
-            width = -(-columns // ALIGNED) * ALIGNED * FORMATS[spec.format].bits // 8
-            codes = matrix.new_empty((rows, width), dtype=torch.uint8).view(CODES[spec.format])
-            tiles = matrix.new_empty((bytes_of_tiles(rows, -(-columns // spec.block[1])),), dtype=torch.uint8)
-            above = None if spec.tensor_scale is None else matrix.new_empty((1, 1), dtype=torch.float32)
-            of = None if transform is None else transform.spec
-            if columnwise:
-                made.columnwise_data, made.columnwise_scale, made.columnwise_tensor_scale = codes, tiles, above
-                made.columnwise_transform = of
-            else:
-                made.rowwise_data, made.rowwise_scale, made.rowwise_tensor_scale = codes, tiles, above
-                made.rowwise_transform = of
+        made = super().empty(tensor, matrix, request)
+        assert made is not None
+        made.scale_layout = "tiles_128x4"
         return made
+
+    def _empty_direction(self, name: str, tensor: str, matrix: torch.Tensor, columnwise: bool) -> QuantizedTensor:
+        spec, transform = self.specs[name, tensor], self.transform(name, NO_DRAWS)
+        assert spec is not None
+        assert spec.block is not None
+        rows, length = reversed(matrix.shape) if columnwise else matrix.shape
+        whole = 1 if transform is None else transform.block
+        columns = -(-length // whole) * whole
+        width = -(-columns // ALIGNED) * ALIGNED * FORMATS[spec.format].bits // 8
+        codes = matrix.new_empty((rows, width), dtype=torch.uint8).view(CODES[spec.format])
+        tiles = matrix.new_empty((bytes_of_tiles(rows, -(-columns // spec.block[1])),), dtype=torch.uint8)
+        above = None if spec.tensor_scale is None else matrix.new_empty((1, 1), dtype=torch.float32)
+        return quantized_direction(matrix, spec, not columnwise, codes, transform, tiles, above)
 
     def primary_weight(self, gemm: str, weight: Fp8Weight) -> Any:
         """As ``GemmBackend``: its codes in the units' layout; None if the weight has none for the GEMM."""

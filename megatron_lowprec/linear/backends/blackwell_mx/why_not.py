@@ -14,7 +14,6 @@ Product = Literal["scaled_mm", "dot_scaled"]
 WITH_SCALED_MM = ("sm100", "sm103")
 """GPUs on which torch has scaled products of blocks."""
 
-_MULTIPLE = 16
 _FP8 = frozenset({"e4m3", "e5m2"})
 # (elements, format of scales, entries along the contracted dimension that share one)
 _KINDS = {
@@ -35,7 +34,6 @@ def why_not(name: str, gemm: GemmSpec, target: Target) -> str | None:
     Args:
         name: fprop, dgrad or wgrad.
     """
-    arch, in_features, out_features, dtype = target
     if not gemm.quantized:
         return "not quantized"
     operands = operands_of(name, gemm)
@@ -46,14 +44,9 @@ def why_not(name: str, gemm: GemmSpec, target: Target) -> str | None:
     kinds = sorted({_kind(quant) for quant in operands})
     if len(kinds) > 1:
         return f"no product of {' and '.join(kinds)}"
-    if arch not in WITH_BLOCK_SCALES:
-        return f"no {kinds[0]} GEMM on {arch}"
-    if dtype != "bfloat16":
-        return f"block-scaled GEMMs are for bf16 models, this one is {dtype}"
-    for label, size in (("in_features", in_features), ("out_features", out_features)):
-        if size % _MULTIPLE:
-            return f"{label} {size} is no multiple of {_MULTIPLE}"
-    return None
+    if target.arch not in WITH_BLOCK_SCALES:
+        return f"no {kinds[0]} GEMM on {target.arch}"
+    return target.why_not_native("block-scaled GEMMs")
 
 
 def product_of(name: str, gemm: GemmSpec, arch: str) -> Product:

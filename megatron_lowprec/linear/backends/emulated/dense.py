@@ -95,7 +95,7 @@ class EmulatedGemms(GemmBackend):
         if spec is None or matrix.numel() == 0:  # an expert may get no tokens
             operand, transform = matrix if rowwise else matrix.t(), self.transform(name, rng_step)
             data = operand if transform is None else transform.apply(operand).to(operand.dtype)
-            return _quantized(matrix, spec, rowwise, data, transform), None
+            return quantized_direction(matrix, spec, rowwise, data, transform), None
         if spec.scaling == "delayed" and update_amax and self._amax.records:
             history, slot = self._amax.histories[tensor]
             history.update_amax(slot, block_amax(matrix, (matrix.shape[0], matrix.shape[1])))
@@ -112,7 +112,7 @@ class EmulatedGemms(GemmBackend):
             made, scale, of_tensor = cast.direction(operand.stride(1) == 1)
             assert made is not None
             data = stored_codes(made, spec, matrix.dtype) if codes and not self.packs else made
-            quantized = _quantized(matrix, spec, rowwise, data, transform, scale, of_tensor)
+            quantized = quantized_direction(matrix, spec, rowwise, data, transform, scale, of_tensor)
             if other is not None:
                 quantized.columnwise_data, by_block, quantized.columnwise_tensor_scale = cast.direction(False)
                 quantized.columnwise_scale = by_block
@@ -130,35 +130,42 @@ class EmulatedGemms(GemmBackend):
             data = aligned_codes(encode(data, FORMATS[spec.format]), FORMATS[spec.format].bits)
         else:
             data = data.to(DTYPES.get(spec.format, matrix.dtype) if codes else matrix.dtype)
-        return _quantized(matrix, spec, rowwise, data, transform, None if folds else scale, of_tensor), None
+        return quantized_direction(matrix, spec, rowwise, data, transform, None if folds else scale, of_tensor), None
 
     def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor | None:
         """As ``GemmBackend``."""
         made: QuantizedTensor | None = None
         for name, columnwise in zip(SIDES[tensor], (False, True), strict=True):
-            transform, spec = self.transform(name, NO_DRAWS), self.specs[name, tensor]
-            if not (request.columnwise if columnwise else request.rowwise) or (spec is None and transform is None):
-                continue
-            rows, length = reversed(matrix.shape) if columnwise else matrix.shape
-            block = 1 if transform is None else transform.block
-            size, operand = (rows, -(-length // block) * block), matrix.t() if columnwise else matrix
-            rule = None if spec is None else mx_rule(spec, _transform_spec(transform))
-            by_columns = fuses_mx(operand, rule, block) and operand.stride(1) != 1  # which the kernel writes transposed
-            data = matrix.new_empty(size[::-1]).t() if by_columns else matrix.new_empty(size)
-            scale = of_tensor = None
-            if spec is not None and not (spec.folds_scale and name not in self.products):
-                dtype = torch.float32 if spec.scale_format == "fp32" else torch.uint8
-                scale = data.new_empty(_whole_blocks(data, block_sizes(spec, data)), dtype=dtype)
-            if spec is not None and spec.tensor_scale is not None:
-                of_tensor = data.new_empty(_whole_blocks(data, spec.outer_block or data.shape), dtype=torch.float32)
-            one = _quantized(matrix, spec, not columnwise, data, transform, scale, of_tensor)
-            if made is None:
-                made = one
+            wanted = request.columnwise if columnwise else request.rowwise
+            one = self._empty_direction(name, tensor, matrix, columnwise) if wanted else None
+            if one is None or made is None:
+                made = one or made
             else:
                 made.columnwise_data, made.columnwise_scale = one.columnwise_data, one.columnwise_scale
                 made.columnwise_tensor_scale = one.columnwise_tensor_scale
                 made.columnwise_transform = one.columnwise_transform
         return made
+
+    def _empty_direction(
+        self, name: str, tensor: str, matrix: torch.Tensor, columnwise: bool
+    ) -> QuantizedTensor | None:
+        """One direction of ``empty``, for a GEMM; None for a view of the matrix."""
+        transform, spec = self.transform(name, NO_DRAWS), self.specs[name, tensor]
+        if spec is None and transform is None:
+            return None
+        rows, length = reversed(matrix.shape) if columnwise else matrix.shape
+        block = 1 if transform is None else transform.block
+        size, operand = (rows, -(-length // block) * block), matrix.t() if columnwise else matrix
+        rule = None if spec is None else mx_rule(spec, _transform_spec(transform))
+        by_columns = fuses_mx(operand, rule, block) and operand.stride(1) != 1  # which the kernel writes transposed
+        data = matrix.new_empty(size[::-1]).t() if by_columns else matrix.new_empty(size)
+        scale = of_tensor = None
+        if spec is not None and not (spec.folds_scale and name not in self.products):
+            dtype = torch.float32 if spec.scale_format == "fp32" else torch.uint8
+            scale = data.new_empty(_whole_blocks(data, block_sizes(spec, data)), dtype=dtype)
+        if spec is not None and spec.tensor_scale is not None:
+            of_tensor = data.new_empty(_whole_blocks(data, spec.outer_block or data.shape), dtype=torch.float32)
+        return quantized_direction(matrix, spec, not columnwise, data, transform, scale, of_tensor)
 
     def _of_fprop(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
         """fp32 values of fprop's operand. Beside a tensor scale they are dequantized from codes: one rounding less."""
@@ -257,7 +264,7 @@ class EmulatedGemms(GemmBackend):
             rounded, spec, transform=transform, **self._arguments(name, tensor, spec, rng_step)
         )
         signs = None if transform is None else transform.signs(matrix.device)
-        return error_stats(operand, _quantized(operand, spec, True, made.data, None, *made[1:]), signs=signs)
+        return error_stats(operand, quantized_direction(operand, spec, True, made.data, None, *made[1:]), signs=signs)
 
     def transform(self, name: str, rng_step: RngStep) -> Transform | None:
         """The GEMM's Hadamard transform at an RNG step."""
@@ -362,7 +369,7 @@ def _side(operand: QuantizedTensor, columnwise: bool) -> _Side:
     return _Side(data, above, outer, None)
 
 
-def _quantized(
+def quantized_direction(
     matrix: torch.Tensor,
     spec: QuantSpec | None,
     rowwise: bool,
@@ -372,25 +379,7 @@ def _quantized(
     tensor_scale: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """One direction of a matrix; block scales are in the data unless they are given."""
-    folded, of = spec is not None and scale is None, None if transform is None else transform.spec
-    if rowwise:
-        return QuantizedTensor(
-            matrix.shape,
-            matrix.dtype,
-            spec,
-            data,
-            scale,
-            folded=folded,
-            rowwise_tensor_scale=tensor_scale,
-            rowwise_transform=of,
-        )
-    return QuantizedTensor(
-        matrix.shape,
-        matrix.dtype,
-        spec,
-        columnwise_data=data,
-        columnwise_scale=scale,
-        folded=folded,
-        columnwise_tensor_scale=tensor_scale,
-        columnwise_transform=of,
-    )
+    side, of = "rowwise" if rowwise else "columnwise", None if transform is None else transform.spec
+    fields: dict[str, Any] = {"data": data, "scale": scale, "tensor_scale": tensor_scale, "transform": of}
+    of_side = {f"{side}_{field}": value for field, value in fields.items()}
+    return QuantizedTensor(matrix.shape, matrix.dtype, spec, folded=spec is not None and scale is None, **of_side)

@@ -21,7 +21,7 @@ from megatron_lowprec.linear.backends.protocol import (
 )
 from megatron_lowprec.linear.layer_tensors import CastFusion, in_memory
 from megatron_lowprec.linear.linear_id import SIDES
-from megatron_lowprec.quantization.primary_weight import Fp8Weight
+from megatron_lowprec.quantization.primary_weight import Fp8Weight, native_scale
 from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
@@ -115,10 +115,7 @@ class HopperFp8Gemms(GemmBackend):
             assert quantized.spec is not None
             if quantized.spec.granularity == "1x128":
                 return codes_of_blocks(codes, scale)
-            if quantized.spec.granularity == "128x128":  # scales as ``cast_fp8`` writes them
-                assert scale is not None
-                return codes, _aligned(pad(scale, (0, -scale.shape[1] % 4)))
-            return codes, None if scale is None else _aligned(scale)
+            return codes, None if scale is None else _aligned(native_scale(scale, quantized.spec))
         return transpose_codes(codes, ROW_MULTIPLE), scale
 
     def primary_weight(self, gemm: str, weight: Fp8Weight) -> QuantizedTensor | None:

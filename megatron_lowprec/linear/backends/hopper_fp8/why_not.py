@@ -3,7 +3,6 @@
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, LinearRecipe, QuantSpec
 
-_MULTIPLE = 16
 _BLOCK = 128
 _CONTRACTED = {"fprop": "input", "dgrad": "output", "wgrad": "tokens"}
 
@@ -49,7 +48,7 @@ def why_not(name: str, gemm: GemmSpec, target: Target) -> str | None:
     Args:
         name: fprop, dgrad or wgrad.
     """
-    arch, in_features, out_features, dtype = target
+    arch = target.arch
     if not gemm.quantized:
         return "not quantized"
     operands = operands_of(name, gemm)
@@ -73,12 +72,9 @@ def why_not(name: str, gemm: GemmSpec, target: Target) -> str | None:
         return f"no FP8 GEMM of granularity {' and '.join(sorted(granularities))} on {arch}"
     if "1x128" in granularities and formats != {"e4m3"}:
         return "FP8 GEMMs of granularity 1x128 take only E4M3"
-    if dtype != "bfloat16":
-        return f"FP8 GEMMs are for bf16 models, this one is {dtype}"
-    for label, size in (("in_features", in_features), ("out_features", out_features)):
-        if size % _MULTIPLE:
-            return f"{label} {size} is no multiple of {_MULTIPLE}"
-    contracted = {"input": in_features, "output": out_features, "tokens": 0}[_CONTRACTED[name]]
+    if (reason := target.why_not_native("FP8 GEMMs")) is not None:
+        return reason
+    contracted = {"input": target.in_features, "output": target.out_features, "tokens": 0}[_CONTRACTED[name]]
     if "1x128" in granularities and contracted % _BLOCK:
         return f"the contracted size {contracted} is no multiple of {_BLOCK}"
     return None

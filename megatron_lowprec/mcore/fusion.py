@@ -37,6 +37,7 @@ class TensorMetadata:
         cached_input: packed codes of the tensor, which the linear layer that takes it saves for backward.
         grad_channel: channel through which the consumer of a layer's output returns its gradient.
         expert_channels: on the output of a rank's experts, through which the dispatcher returns dy as codes.
+        observes_grad: the tensor's gradient is cast as it is, by its amax, which the norm behind may attach to it.
         residual: weak reference to a norm's input as the norm returns it.
         held_residual: on the norm's output, keeps ``residual`` of the norm's input alive.
     """
@@ -47,6 +48,7 @@ class TensorMetadata:
     cached_input: CachedInput | None = None
     grad_channel: GradOutputChannel | None = None
     expert_channels: ExpertChannels | None = None
+    observes_grad: bool = False
     residual: weakref.ref[torch.Tensor] | None = None
     held_residual: torch.Tensor | None = None
 

@@ -104,8 +104,11 @@ def errors_with_residual(case: Case, t: Tensors, module: Any, steps: float = 0.5
     """A residual's gradient is added to the rounded gradient of x; nothing else changes."""
     got = module.norm(t.x, t.weight, t.bias, EPS)
     saved = (t.dy, t.x, t.weight, got.mean, got.rstd)
-    dresidual = t.dy.flip(1) * 3
-    (plain, *others), (joined, *others_beside) = module.norm_backward(*saved), module.norm_backward(*saved, dresidual)
+    dresidual, amax = t.dy.flip(1) * 3, torch.zeros(1, device=t.dy.device)
+    plain, *others = module.norm_backward(*saved)
+    joined, *others_beside = module.norm_backward(*saved, dresidual, amax)
+    if not torch.equal(amax[0], joined.abs().amax().float()):
+        yield f"{case}: the amax of dx is {float(amax)} instead of {float(joined.abs().amax())}"
     want = plain.double() + dresidual.double()
     over = (joined.double() - want).abs() - 1.01 * torch.finfo(case.dtype).eps * steps * want.abs()
     if joined.dtype != case.dtype or not bool((over <= 0).all()):

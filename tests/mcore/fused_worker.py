@@ -179,6 +179,28 @@ def recomputed_activation(recipe: str, shape: str) -> None:
     equal_but_for(("linear_fc1.bias",), got, want)  # not joined without the flag, under some recipes
 
 
+def observed_gradients(shape: str) -> None:
+    """The amax that a norm's backward pass finds spares linear_proj's cast a pass, with the same bits."""
+    from megatron_lowprec.mcore.layers import bias_dropout_add
+
+    known: list[bool] = []
+
+    def cached_amax(x: torch.Tensor) -> torch.Tensor | None:
+        amax = plain(x)
+        known.append(amax is not None)
+        assert amax is None or torch.equal(amax[0], x.abs().amax().float())
+        return amax
+
+    plain = bias_dropout_add.cached_amax
+    with native():
+        with patch.object(bias_dropout_add, "cached_amax", cached_amax):
+            got = two_steps("fp8_current", shape=shape)
+        with patch.object(bias_dropout_add, "cached_amax", lambda _: None):
+            want = two_steps("fp8_current", shape=shape)
+    assert sum(known) >= 4, known  # linear_proj of each of two blocks, in two steps
+    equal_but_for((), got, want)
+
+
 def saved_memory(recipe: str, shape: str) -> None:
     """What --save-memory computes and casts again has the same bits, and does not wait in memory.
 
@@ -561,6 +583,7 @@ CHECKS |= {
 CHECKS |= {
     f"vocabulary-gradients-{shape}": lambda shape=shape: vocabulary_gradients(shape) for shape in ("gpt", "llama-tp")
 }
+CHECKS["observed-gradients"] = lambda: observed_gradients("llama")
 DROPOUT = {"hidden_dropout": 0.1 if DEVICE == "cuda" else 0.5}
 CHECKS["fusions-delayed"] = lambda: fusions("fp8_delayed", taken=3, read=2, **DROPOUT)
 CHECKS["fusions-current"] = lambda: fusions("fp8_current", taken=3, **DROPOUT)

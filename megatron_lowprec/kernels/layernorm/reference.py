@@ -62,6 +62,7 @@ def norm_backward(
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
     dresidual: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of x [T, H], weight [H] and bias [H] (None for RMSNorm), each in its tensor's dtype, summed in fp32.
 
@@ -69,6 +70,7 @@ def norm_backward(
         dy: [T, H].
         mean, rstd: of ``norm``.
         dresidual: [T, H], gradient of x from the residual branch; added to the rounded gradient of x.
+        amax: fp32 [1], raised to that of the gradient of x, with the residual's; NaN as the largest.
     """
     g, v = dy.float(), x.float()
     x_hat = (v if mean is None else v - mean[:, None]) * rstd[:, None]
@@ -78,4 +80,7 @@ def norm_backward(
         dx -= wg.mean(1, keepdim=True)
     dw = (g * x_hat).sum(0).to(weight.dtype)
     dx = (dx * rstd[:, None]).to(x.dtype)
-    return dx if dresidual is None else dx + dresidual, dw, None if mean is None else g.sum(0).to(weight.dtype)
+    dx = dx if dresidual is None else dx + dresidual
+    if amax is not None:
+        raise_to_amax(amax, dx)
+    return dx, dw, None if mean is None else g.sum(0).to(weight.dtype)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_lowprec.kernels.amax.triton_ops import raise_to_amax
+from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger, raise_to_amax
 from megatron_lowprec.kernels.bias_grad.triton import sum_partials
 from megatron_lowprec.kernels.interpreted import INTERPRETED
 from megatron_lowprec.kernels.layernorm.reference import Normalized
@@ -114,11 +114,13 @@ def _backward_kernel(
     dresidual_ptr,
     dx_ptr,
     partial_ptr,
+    amax_ptr,
     T,
     rows_a_program,
     WIDTH: tl.constexpr,
     CENTERED: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    OBSERVES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -128,6 +130,7 @@ def _backward_kernel(
     weight = tl.load(weight_ptr + columns, mask=within, other=0.0).to(tl.float32)
     dweight = tl.zeros([BLOCK], tl.float32)
     dbias = tl.zeros([BLOCK], tl.float32)
+    largest = tl.zeros([1, BLOCK], tl.float32)  # a column a thread: a whole reduction would cross warps for each row
     first = tl.program_id(0) * rows_a_program
     for start in tl.range(0, rows_a_program, ROWS, num_stages=STAGES):
         rows = first + start + tl.arange(0, ROWS)
@@ -152,6 +155,10 @@ def _backward_kernel(
             dresidual = tl.load(dresidual_ptr + at, mask=inside, other=0.0).to(tl.float32)
             dx = rounded_sum(dx.to(tl.float32), dresidual).to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + at, dx, mask=inside)
+        if OBSERVES:
+            largest = larger(largest, amax_along(tl.abs(tl.where(inside, dx.to(tl.float32), 0.0)), 0))
+    if OBSERVES:
+        raise_to_amax(amax_ptr, largest)
     at = tl.program_id(0) * WIDTH + columns
     tl.store(partial_ptr + at, dweight, mask=within)
     if CENTERED:
@@ -250,6 +257,7 @@ def norm_backward(
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
     dresidual: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
     *,
     sizes: Tiling | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -269,11 +277,13 @@ def norm_backward(
         dy if dresidual is None else dresidual,
         dx,
         partial,
+        partial if amax is None else amax,
         T,
         rows,
         WIDTH=width,
         CENTERED=mean is not None,
         RESIDUAL=dresidual is not None,
+        OBSERVES=amax is not None,
         ROWS=sizes.backward_rows,
         BLOCK=triton.next_power_of_2(width),
         STAGES=sizes.stages,

@@ -16,7 +16,7 @@ from megatron_lowprec.kernels.cast_fp8.prologue import norm_output
 from megatron_lowprec.kernels.layernorm.reference import Normalized
 from megatron_lowprec.linear.layer_tensors import CachedInput, CastFusion
 from megatron_lowprec.linear.once_differentiable import once_differentiable
-from megatron_lowprec.mcore.fusion import attach_metadata, attach_residual, placeholder_like
+from megatron_lowprec.mcore.fusion import attach_metadata, attach_residual, get_metadata, placeholder_like
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.tensor import QuantizedTensor
@@ -33,7 +33,9 @@ class _NormFunction(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         normalize: Callable[[torch.Tensor], Normalized],
+        observes_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.observes_grad = observes_grad
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, mean, rstd = normalize(rows)
         ctx.save_for_backward(rows, weight, mean, rstd)
@@ -43,12 +45,17 @@ class _NormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, dresidual):  # type: ignore[no-untyped-def]
         if dy is None:
-            return dresidual, None, None, None
+            return dresidual, None, None, None, None
         rows, weight, mean, rstd = ctx.saved_tensors
         dy_rows = dy.reshape(rows.shape).contiguous()
         dresidual_rows = None if dresidual is None else dresidual.reshape(rows.shape).contiguous()
-        dx, dw, db = dispatch.norm_backward(dy_rows, rows, weight, mean, rstd, dresidual_rows)
-        return dx.view(dy.shape), dw, db, None
+        whole = ctx.observes_grad and dresidual is not None  # else autograd adds the residual's gradient
+        amax = torch.zeros(1, dtype=torch.float32, device=rows.device) if whole else None
+        dx, dw, db = dispatch.norm_backward(dy_rows, rows, weight, mean, rstd, dresidual_rows, amax)
+        dx = dx.view(dy.shape)
+        if amax is not None:
+            attach_metadata(dx, amax=amax)
+        return dx, dw, db, None, None
 
 
 def _normalized(
@@ -59,7 +66,9 @@ def _normalized(
 ) -> torch.Tensor:
     """``normalize`` applied to the rows of x; its gradient includes the residual's."""
     y: torch.Tensor
-    y, residual = _NormFunction.apply(x, norm.weight, bias, normalize)
+    found = get_metadata(x)
+    observes_grad = found is not None and found.observes_grad
+    y, residual = _NormFunction.apply(x, norm.weight, bias, normalize, observes_grad)
     attach_residual(x, y, residual)
     return y
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -233,9 +233,10 @@ def anomalies(_: Any, step: int) -> Any:
 
 def native_bits(shape: str, **more: Any) -> None:
     """The bits of a bf16 gather in native GEMMs; norms write the codes, which sequence parallelism else prevents."""
+    from megatron_lowprec.mcore import collectives
     from megatron_lowprec.mcore.layers import parallel_linear
-    from megatron_lowprec.mcore.layers.parallel_linear import gather_codes
 
+    gathers = Mock(wraps=collectives.gather_codes)
     attached: list[bool] = []
 
     def attached_input(x: torch.Tensor, linear_gemms: Any) -> Any:
@@ -247,7 +248,8 @@ def native_bits(shape: str, **more: Any) -> None:
     with (
         native(),
         patch.object(parallel_linear, "attached_input", attached_input),
-        patch.object(parallel_linear, "gather_codes", wraps=gather_codes) as gathers,
+        patch.object(parallel_linear, "gather_codes", gathers),
+        patch.object(collectives, "gather_codes", gathers),
     ):
         want = two_steps("fp8_delayed", shape=shape, **more)
         assert not any(attached)

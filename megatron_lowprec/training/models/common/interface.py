@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.common.execution import Execution
 from megatron_lowprec.training.options.declaration import Group
 
 if TYPE_CHECKING:
     import torch
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from megatron_lowprec.training.memory.layout import Execution
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.common.execution import Execution
 from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import cached, norm_output, saved_input, tokens_of, width_of
 from megatron_lowprec.training.options.model_options import ModelOptions
 from megatron_lowprec.training.options.parts import ModelShape
 from megatron_lowprec.training.options.training_options import ParallelOptions
-
-if TYPE_CHECKING:
-    from megatron_lowprec.training.memory.layout import Execution
 
 
 def gates(config: ModelOptions) -> int:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.recipe.coverage import ACTIVATION_BLOCK
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.common.execution import Execution
 from megatron_lowprec.training.options.training_options import ParallelOptions, TrainingOptions
-
-if TYPE_CHECKING:
-    from megatron_lowprec.training.memory.layout import Execution
 
 
 def tokens_of(config: Config) -> int:

@@ -6,18 +6,16 @@ One key of ``qk_pos_emb_head_dim`` channels per token has the position, shared b
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.fields import check_divisible
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common import attention
+from megatron_lowprec.training.models.common.execution import Execution
 from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import sequence_ranks, stream_bytes, tokens_of, width_of
-
-if TYPE_CHECKING:
-    from megatron_lowprec.training.memory.layout import Execution
 
 recomputed_bytes = attention.recomputed_bytes
 

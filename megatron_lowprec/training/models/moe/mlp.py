@@ -6,7 +6,7 @@ Layers without experts have a dense MLP.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import LinearSite
@@ -15,13 +15,11 @@ from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.fields import check_divisible
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common import mlp
+from megatron_lowprec.training.models.common.execution import Execution
 from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import expert_tensor_ranks, stream_bytes, tokens_of, width_of
 from megatron_lowprec.training.models.moe.layer_pattern import canonical_pattern, has_experts, layers_with_experts
 from megatron_lowprec.training.models.moe.options import Experts, MoeOptions
-
-if TYPE_CHECKING:
-    from megatron_lowprec.training.memory.layout import Execution
 
 _EXPERTS, _SHARED = "mlp.experts", "mlp.shared_experts"
 

@@ -11,17 +11,18 @@ from typing import Any
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.recipe.fp8_dispatch import scales_of_token
-from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.fields import check_divisible
-from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.options import Config, options_in
 from megatron_lowprec.training.models.common import mlp
 from megatron_lowprec.training.models.common.execution import Execution
 from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import expert_tensor_ranks, stream_bytes, tokens_of, width_of
 from megatron_lowprec.training.models.moe.layer_pattern import canonical_pattern, has_experts, layers_with_experts
 from megatron_lowprec.training.models.moe.options import Experts, MoeOptions
+from megatron_lowprec.training.options.declaration import Part
 
 _EXPERTS, _SHARED = "mlp.experts", "mlp.shared_experts"
+_OURS = ("num_experts", "moe_fp8_dispatch")  # all others are fields of Megatron-core's TransformerConfig
 
 
 def resolve(config: Config) -> Config:
@@ -36,7 +37,6 @@ def resolve(config: Config) -> Config:
     if config.moe_shared_expert_intermediate_size and not config.disable_bias_linear:
         raise UserError("shared experts have no biases; add --disable-bias-linear")
     _check_router(config.experts)
-    _check_dispatch(config)
     return replace(config, moe_layer_freq=canonical_pattern(config))
 
 
@@ -65,18 +65,6 @@ def _check_router(experts: Experts) -> None:
             )
         if chosen > groups:
             raise UserError(f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}; lower it")
-
-
-def _check_dispatch(config: Config) -> None:
-    """Reject options that need the unquantized tokens of an expert."""
-    if not config.moe_fp8_dispatch:
-        return
-    for name in ("log_quantization_interval", "capture_step"):
-        if getattr(config, name):
-            raise UserError(
-                f"{flag(name)} inspects unquantized tokens, and with --moe-fp8-dispatch experts get codes; leave "
-                "one of the two out"
-            )
 
 
 def check_parallelism(config: Config, data_parallel_size: int) -> None:
@@ -114,28 +102,14 @@ def graph_obstacle(config: MoeOptions) -> str | None:
 def transformer_fields(config: Config) -> dict[str, Any]:
     """Fields of Megatron-core's TransformerConfig."""
     pattern = layers_with_experts(config)
+    same = {name: getattr(config, name) for name in options_in(*Part, groups=(MoeOptions,)) if name not in _OURS}
     return mlp.transformer_fields(config) | {
+        **same,
         "bias_activation_fusion": config.swiglu,  # bias + GELU is not fused for experts
         "num_moe_experts": config.num_experts,
         "expert_tensor_parallel_size": 1 if config.expert_model_parallel_size > 1 else None,
-        "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
         # a list has Megatron-core name each layer's tensors on their own in checkpoints
         "moe_layer_freq": 1 if all(pattern) else [int(experts) for experts in pattern],
-        "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
-        "moe_router_topk": config.moe_router_topk,
-        "moe_router_score_function": config.moe_router_score_function,
-        "moe_router_pre_softmax": config.moe_router_pre_softmax,
-        "moe_router_topk_scaling_factor": config.moe_router_topk_scaling_factor,
-        "moe_router_num_groups": config.moe_router_num_groups,
-        "moe_router_group_topk": config.moe_router_group_topk,
-        "moe_router_enable_expert_bias": config.moe_router_enable_expert_bias,
-        "moe_router_bias_update_rate": config.moe_router_bias_update_rate,
-        "moe_router_load_balancing_type": config.moe_router_load_balancing_type,
-        "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
-        "moe_z_loss_coeff": config.moe_z_loss_coeff,
-        "moe_router_dtype": config.moe_router_dtype,
-        "moe_token_dispatcher_type": config.moe_token_dispatcher_type,
-        "moe_grouped_gemm": config.moe_grouped_gemm,
         "moe_permute_fusion": False,
     }
 

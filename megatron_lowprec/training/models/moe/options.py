@@ -82,7 +82,8 @@ class MoeOptions(Group):
         False,
         "send tokens to experts as the codes that linear_fc1 takes, and gradients as those that linear_fc2 takes; "
         "needs --expert-model-parallel-size above 1 and block or row scales (fp8_blockwise, fp8_rowwise, mxfp8)",
-        needs="moe_token_dispatcher_type=alltoall !no_lowprec_linears transformer_impl=local",
+        needs="moe_token_dispatcher_type=alltoall transformer_impl=local !no_lowprec_linears "
+        "!log_quantization_interval !capture_step",
     )
 
 

@@ -62,6 +62,12 @@ class Tuned(Generic[T]):
         self._name, self._candidates = name, candidates
         self._known: dict[int | None, T] = {}
 
+    def known(self, entries: int, below: int | None = None) -> T | None:
+        """The candidate of ``choose`` if that measures nothing and the answer will not change."""
+        if entries < LARGE_ENOUGH:
+            return self._candidates[0]
+        return self._known.get(below)
+
     def choose(self, entries: int, run: Callable[[T], None], device: torch.device, below: int | None = None) -> T:
         """The first candidate below ``LARGE_ENOUGH`` entries, else the ``fastest``, measured once.
 

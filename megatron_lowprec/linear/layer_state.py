@@ -192,7 +192,10 @@ def title(linear_gemms: Any) -> str:
 def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
     """Autocast would round the fp32 operands of emulated GEMMs."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IS
+
+
+_AS_IS = nullcontext()
 
 
 def _check_one_rank() -> None:

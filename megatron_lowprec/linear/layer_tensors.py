@@ -152,7 +152,14 @@ class GradOutput:
 
 def backward_gemms(input_grad: bool, weight_grad: bool) -> frozenset[str]:
     """dgrad where the input needs a gradient, wgrad where the weight does."""
-    return frozenset(name for name, needed in (("dgrad", input_grad), ("wgrad", weight_grad)) if needed)
+    return _BACKWARD_GEMMS[input_grad, weight_grad]
+
+
+_BACKWARD_GEMMS = {
+    (dgrad, wgrad): frozenset(["dgrad"] * dgrad + ["wgrad"] * wgrad)
+    for dgrad in (False, True)
+    for wgrad in (False, True)
+}
 
 
 def transposes(x: QuantizedTensor) -> bool:

@@ -178,14 +178,15 @@ class LinearGemms:
         if gather is not None or (isinstance(x_TI, QuantizedTensor) and x.columnwise_data is None):
             codes, x = x, self._from_codes("input", x if gather is None else gather(x), columnwise=False)
         w, weight_amax = self._stored_weight("fprop", w_OI, backend, update_amax), None
+        caches = update_amax and bool(self.weight_cache.gemms)
         if save_input and w is None and backend.fuses_producer and not self.weight_cache.holds("fprop"):
             weight_amax = backend.weight_amax(w_OI)
         if w is None:
-            both = update_amax and self._caches_both(backends, w_OI, rng_step)
+            both = caches and self._caches_both(backends, w_OI, rng_step)
             request = (BOTH if both else ROWWISE)[update_amax]
             known = None if weight_amax is None else KnownAmax(weight_amax, reduced=True)
             w, _ = backend.quantize("weight", w_OI, rng_step, request, known)
-            if update_amax:
+            if caches:
                 self.weight_cache.put("fprop", backend.name, w)
         y = backend.gemm("fprop", x, w, x_TI.dtype, bias=bias_O)
         saved = SavedForBackward.of(w_OI, x_TI if layer_input is None else layer_input, x, weight_amax)
@@ -290,11 +291,12 @@ class LinearGemms:
             quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, ROWWISE[dy.update_amax])
         w = self._stored_weight("dgrad", w_OI, backend, dy.update_amax)
         if w is None:
-            both = dy.update_amax and self._caches_both(backends, w_OI, rng_step)
+            caches = dy.update_amax and bool(self.weight_cache.gemms)
+            both = caches and self._caches_both(backends, w_OI, rng_step)
             request = (BOTH if both else COLUMNWISE)[dy.update_amax]
             known = None if weight_amax is None else KnownAmax(weight_amax, reduced=True)
             w, _ = backend.quantize("weight", w_OI, rng_step, request, known)
-            if dy.update_amax:
+            if caches:
                 self.weight_cache.put("dgrad", backend.name, w)
         return backend.gemm("dgrad", quantized, w, dy.matrix.dtype)
 

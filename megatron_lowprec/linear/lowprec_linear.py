@@ -58,6 +58,10 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, dy.bias, None, None, None
 
 
+# ``Function.apply`` without its checks of torch.func, which ``forward_local`` has refused
+_apply = super(torch.autograd.Function, _LinearFunction).apply
+
+
 class LowPrecLayer(StatefulLayer):
     """Base of a linear layer whose three GEMMs follow a recipe.
 
@@ -186,10 +190,12 @@ def _run(layer: LowPrecLayer, x: torch.Tensor, weight: torch.Tensor, bias: torch
     linear_gemms = layer.begin_pass()
     # a pass in training without gradients is recorded by its recomputation
     update_amax = layer.training and torch.is_grad_enabled()
-    # Triton launches on the current device; in the backward pass autograd sets it
-    with torch.cuda.device_of(x):
-        y: torch.Tensor = _LinearFunction.apply(x, weight, bias, linear_gemms, layer.rng_step, update_amax)
-    return y
+    arguments = x, weight, bias, linear_gemms, layer.rng_step, update_amax
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        # Triton launches on the current device; in the backward pass autograd sets it
+        with torch.cuda.device_of(x):
+            return _apply(*arguments)  # type: ignore[no-any-return]
+    return _apply(*arguments)  # type: ignore[no-any-return]
 
 
 _run_outside_graph = torch.compiler.disable(_run, reason="FSDP2 gathers the codes of a weight outside the graph")

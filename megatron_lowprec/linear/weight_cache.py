@@ -17,19 +17,20 @@ class QuantizedWeightCache:
         gemms: GEMMs to cache; their weight must be quantized equally for all microbatches of a step.
 
     Attributes:
+        gemms: as given.
         under_capture: also use the cache during CUDA graph capture. The caller must keep ``tensors`` alive and replay a
             step's graphs in capture order.
     """
 
     def __init__(self, gemms: Iterable[str]) -> None:
         self.under_capture = False
-        self._gemms = frozenset(gemms)
+        self.gemms = frozenset(gemms)
         self._weights: dict[str, tuple[str, QuantizedTensor]] = {}
         self._groups: dict[str, tuple[str, Any]] = {}
 
     def holds(self, gemm: str) -> bool:
         """Whether the cache covers this GEMM's weight."""
-        return gemm in self._gemms and (self.under_capture or not capturing())
+        return gemm in self.gemms and (self.under_capture or not capturing())
 
     def put(self, gemm: str, backend: str, weight: QuantizedTensor) -> None:
         """Cache a backend's operand for a GEMM, where the cache covers it; with both directions for two GEMMs."""

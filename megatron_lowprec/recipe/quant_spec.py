@@ -291,7 +291,7 @@ class QuantSpec:
         """The spec whose tensor amax is the tensor's own."""
         return replace(self, scaling="current", history_rule="max", margin=0)
 
-    @property
+    @cached_property
     def granularity(self) -> str:
         """Of the scale."""
         return self.scale.granularity

@@ -38,7 +38,7 @@ def casts(bf16: torch.dtype = torch.bfloat16) -> None:
     from megatron_lowprec.formats import FORMATS
     from megatron_lowprec.kernels.cast_fp8.prologue import KINDS, CastPrologue
     from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
-    from megatron_lowprec.kernels.cast_fp8.triton import amax_of, cast_fp8
+    from megatron_lowprec.kernels.cast_fp8.triton import amax_of, cast_fp8, plan
     from tests.kernels.cast_cases import Case, input_of, prologue_of
 
     def cast(
@@ -67,6 +67,11 @@ def casts(bf16: torch.dtype = torch.bfloat16) -> None:
     for ways in ("r", "c", "rc"):
         cast(x, "row", ways=ways, known=False)
     amax_of(x, vectors=True)
+    rule = Fp8Rule(FORMATS["e4m3"], "row", "amax", 0.0)
+    planned = plan(x, rule, rowwise=True, columnwise=True, sums=True, rows=len(x), known=bool)
+    for launch in planned.launches:  # compiled from Inductor's code by tests/linear/inductor_codegen.py
+        given = {name: torch.zeros(1) if isinstance(each, str) else each for name, each in launch.arguments.items()}
+        launch.kernel.fn[launch.programs](**given)
 
 
 def mx_operands() -> None:

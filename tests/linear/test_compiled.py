@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_lowprec import KeepBf16, LowPrecLinear, UserError, convert, get_recipe
 from megatron_lowprec.kernels.cast_fp8 import reference as cast_reference
 from megatron_lowprec.linear import lowprec_linear
-from megatron_lowprec.linear.backends import resolved
+from megatron_lowprec.linear.backends import resolved, traced
 from megatron_lowprec.linear.backends.hopper_fp8 import dense
 from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.layer_histories import LayerHistories
@@ -290,12 +290,20 @@ def test_an_opaque_layer(generator: torch.Generator) -> None:
         LowPrecLinear(128, 128, recipe="fp8_delayed").opaque = True
 
 
+PLANNED = ("fp8_current", "fp8_rowwise", "fp8_blockwise")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp4_rht_sr"]
+    ("name", "launches"),
+    [
+        *((name, False) for name in (*PLANNED, "fp8_delayed", "mxfp8", "mxfp4_rht_sr")),
+        *((name, True) for name in PLANNED),
+    ],
 )
-def test_compiled_layers_on_a_gpu(name: str) -> None:
+def test_compiled_layers_on_a_gpu(name: str, launches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes, scales and gradients of eager mode; the generated code has casts and products, and hides no layer."""
+    monkeypatch.setattr(traced, "INDUCTOR_LAUNCHES", launches)
     found: list[list[torch.Tensor]] = []
     for compiles in (False, True):
         torch._dynamo.reset()
@@ -320,8 +328,40 @@ def test_compiled_layers_on_a_gpu(name: str) -> None:
             tensors, codes = run_and_get_code(run)
             ours = set(OURS.findall("\n".join(codes)))
             assert "linear" not in ours
-            assert ours & {"cast", "cast_with_state"}
+            if launches:
+                assert not ours & {"cast", "cast_with_state", "planned_cast"}
+                assert "_planned_cast_kernel" in "\n".join(codes)
+            else:
+                assert ours & {"cast", "cast_with_state"}
             found.append(tensors)
         else:
             found.append(run())
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("launches", [False, True])
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_rowwise", "mxfp4_rht_sr", "fp8_delayed"])
+def test_reduced_overhead_on_a_gpu(name: str, launches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``mode="reduce-overhead"`` replays CUDA graphs with the state of each step: bits of eager mode."""
+    monkeypatch.setattr(traced, "INDUCTOR_LAUNCHES", launches)
+    found: list[list[torch.Tensor]] = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(128, 256, bias=False), nn.ReLU(), nn.Linear(256, 128, bias=False))
+        convert(model.to("cuda", torch.bfloat16), whole(name), skip_slower=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        if compiles:
+            model.compile(mode="reduce-overhead", fullgraph=True)
+        tensors = []
+        for step in range(6):  # two run before a graph is recorded
+            torch.compiler.cudagraph_mark_step_begin()
+            x = torch.randn(256, 128, generator=torch.Generator().manual_seed(step)).to("cuda", torch.bfloat16)
+            y = model(x.requires_grad_())
+            y.backward(y.detach())
+            tensors += [y.detach().clone(), x.grad.clone(), *(each.grad.clone() for each in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(tensors)
     assert all(map(torch.equal, *found))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_lowprec.linear.backends import traced
 from megatron_lowprec.linear.convert import convert
 from megatron_lowprec.text_tables import Column, Row, named
 from tools.bench.measure import Bench, errors, one_line
@@ -29,6 +30,7 @@ COLUMNS = (
     Column("converted", "converted", "d"),
     Column("first_loss", "first loss", ".4f"),
 )
+_LAUNCHED = ", compiled, casts launched by Inductor"
 _NEARLY = 0.02  # relative distance of the first loss from bf16's, of random weights
 
 
@@ -176,6 +178,7 @@ def _rows(name: str, args: argparse.Namespace, bench: Bench, report: Report, tor
             continue
         try:
             torch.compiler.reset()
+            traced.INDUCTOR_LAUNCHES = variant.endswith(_LAUNCHED)  # read while a layer is traced
             step = Step(case, tokens, change, compiled, pristine)
             losses[variant] = float(step())
             plain = losses.get("bf16", losses[variant])  # absent if it failed
@@ -187,7 +190,7 @@ def _rows(name: str, args: argparse.Namespace, bench: Bench, report: Report, tor
         report.progress(f"{name} {variant}: {'ready' if variant in steps else 'failed'}")
     timings = bench.compare(steps, args.rounds)
     for variant, timing in timings.items():
-        same_mode = timings.get("bf16, compiled" if variant.endswith("compiled") else "bf16")
+        same_mode = timings.get("bf16, compiled" if "compiled" in variant else "bf16")
         yield {
             **named,
             "variant": variant,
@@ -208,6 +211,8 @@ def _variants(args: argparse.Namespace, torchao: bool) -> dict[str, tuple[Callab
     for name, change in changes.items():
         found[name] = change, False
         found[f"{name}, compiled"] = change, True
+        if args.inductor_launches and name != "bf16":
+            found[f"{name}{_LAUNCHED}"] = change, True
     if torchao:
         found |= {f"torchao {name}, compiled": (partial(_torchao, name), True) for name in TORCHAO}
     return found

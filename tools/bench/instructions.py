@@ -44,7 +44,7 @@ _CHOICES = {"formats": FORMAT_NAMES, "kinds": KINDS, "directions": DIRECTIONS}
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
 
 
-class _Driver:
+class CompilingDriver:
     """Answers Triton's questions to its driver while it compiles."""
 
     def __init__(self, arch: int) -> None:
@@ -78,7 +78,7 @@ def compiling(arch: int, done: Callable[[Any, Any], None]) -> Iterator[None]:
         done(self, run(self, *args, grid=grid, warmup=True, **kwargs))
 
     users = ("cast_fp8.rule", "quantize.triton", "grouped_quantize.triton")
-    driver.set_active(_Driver(arch))
+    driver.set_active(CompilingDriver(arch))
     with ExitStack() as stack:
         stack.enter_context(patch.object(JITFunction, "run", stops))
         stack.enter_context(patch("torch.cuda.is_available", lambda: True))
@@ -96,7 +96,7 @@ def count(variant: Variant, arch: int) -> list[Row]:
 
     def done(function: Any, kernel: Any) -> None:
         if function.__name__ == "_mx_kernel":
-            code.append(_disassembled(kernel.asm["cubin"]))
+            code.append(disassembled(kernel.asm["cubin"]))
 
     def every_tiling(name: str, tilings: Sequence[Any], run: Callable[[Any], None], device: torch.device) -> Any:
         writes = [f"'ALONG_{way.upper()}': True" in name for way in variant.directions]
@@ -125,7 +125,7 @@ def _tiling_text(tiling: Any) -> str:
     return f"{tiling.rows}x{tiling.columns}, {tiling.warps} warps{limit}"
 
 
-def _disassembled(cubin: bytes) -> str:
+def disassembled(cubin: bytes) -> str:
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -6,14 +6,16 @@ reads.
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from megatron_lowprec.kernels.launch import Specialized, specialized_on
+from megatron_lowprec.kernels.launch import Specialized
+from megatron_lowprec.kernels.planned_launch import Launch, with_warps
 
-_ROWS, _COLUMNS = 64, 32
+_ROWS, _COLUMNS, _WARPS = 64, 32, 4
 
 
 @triton.jit
@@ -35,11 +37,17 @@ def sum_partials(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """fp32 [k, P, N], contiguous, summed over P and rounded once -> [k, N] of ``dtype``."""
     k, P, N = partial.shape
     out = torch.empty((k, N), dtype=dtype, device=partial.device)
-    arguments = partial, out, P, N
-    _launcher().launch((-(-N // _COLUMNS), k), partial.device, arguments, specialized_on(arguments))
+    specialized_on = out.dtype, partial.data_ptr() % 16 == 0, P == 1, P % 16 == 0, N == 1, N % 16 == 0
+    _launcher().launch((-(-N // _COLUMNS), k), partial.device, (partial, out, P, N), specialized_on)
     return out
+
+
+def sum_launch(partial: str, P: Any, N: Any, out: str) -> Launch:
+    """``sum_partials`` of one fp32 [P, N], by the names of the tensors, as a launch."""
+    arguments = {"partial_ptr": partial, "out_ptr": out, "P": P, "N": N, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
+    return Launch(with_warps(_sum_kernel, _WARPS), (-(-N // _COLUMNS), 1, 1), arguments)
 
 
 @cache
 def _launcher() -> Specialized:
-    return Specialized(_sum_kernel, {"ROWS": _ROWS, "COLUMNS": _COLUMNS}, num_warps=4)
+    return Specialized(_sum_kernel, {"ROWS": _ROWS, "COLUMNS": _COLUMNS}, num_warps=_WARPS)

@@ -119,9 +119,7 @@ class Matrix(CastPrologue):
 
     def specialized_on(self) -> tuple[object, ...]:
         """As ``CastPrologue``."""
-        x = self.matrix
-        N, stride = x.shape[1], x.stride(0)
-        return N % 16 == 0, stride % 16 == 0, N == 1, stride == 1, x.dtype, x.data_ptr() % 16 == 0
+        return specialized_on_matrix(self.matrix)
 
     @property
     def in_memory(self) -> tuple[torch.Tensor, ...]:
@@ -267,6 +265,12 @@ class QkvGrad(CastPrologue):
     @property
     def head_widths(self) -> tuple[int, int]:
         return self.widths
+
+
+def specialized_on_matrix(x: torch.Tensor) -> tuple[object, ...]:
+    """``specialized_on`` of ``Matrix(x)``."""
+    N, stride = x.shape[1], x.stride(0)
+    return N % 16 == 0, stride % 16 == 0, N == 1, stride == 1, x.dtype, x.data_ptr() % 16 == 0
 
 
 def prologue_of(x: torch.Tensor | CastPrologue) -> CastPrologue:

@@ -1,6 +1,5 @@
 """FP8 cast rules, and the constants of the kernels compiled for them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -95,12 +94,34 @@ class Fp8Cast(NamedTuple):
     sums: torch.Tensor | None = None
 
 
+class Layout(NamedTuple):
+    """How a cast allocates one tensor.
+
+    Attributes:
+        padded: part of it stays unwritten: it begins as zeros, so that it is not NaN by chance.
+    """
+
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    dtype: torch.dtype
+    padded: bool = False
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """The tensor."""
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+        return made.zero_() if self.padded else made
+
+
+Layouts = tuple[Layout | None, Layout | None, Layout | None, Layout | None]
+"""Of the first four fields of ``Fp8Cast``."""
+
+
 @dataclass(frozen=True)
 class Fp8Rule:
     """Rule of a cast to FP8, fields as in ``recipe.schema.QuantSpec``; rounding to nearest even, fp32 scales.
 
     ``granularity`` is "tensor", "row", "1x128" or "128x128", its second size along the contracted dimension. A rule
-    caches the kernels specialized for it, since the lookup must cost less than a launch.
+    caches the kernels specialized for it, and what is known of a matrix's size: lookups must cost less than a launch.
     """
 
     fmt: Format
@@ -109,6 +130,7 @@ class Fp8Rule:
     amax_floor: float = 0.0
     margin: int = 0
     kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    prepared: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -124,25 +146,26 @@ class Fp8Rule:
 
     def empty(self, shape: torch.Size, device: torch.device, *, rowwise: bool, columnwise: bool) -> Fp8Cast:
         """Empty data and scales of a cast of a matrix."""
-        height, padded = self.padded_rows(shape[0])
-        by_rows = self._empty(height, shape[1], device) if rowwise else (None, None)
-        return Fp8Cast(*by_rows, *(self._empty(shape[1], padded, device) if columnwise else (None, None)))
+        layouts = self.layouts(shape, rowwise=rowwise, columnwise=columnwise)
+        return Fp8Cast(*(None if each is None else each.empty(device) for each in layouts))
 
-    def _empty(self, height: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        data = torch.empty((height, length), dtype=self.dtype, device=device)
+    def layouts(self, shape: torch.Size, *, rowwise: bool, columnwise: bool) -> Layouts:
+        """Layouts of the data and scales of a cast of a matrix; its rows may be symbolic."""
+        height, padded = self.padded_rows(shape[0])
+        by_rows = self._layouts(height, shape[1]) if rowwise else (None, None)
+        return *by_rows, *(self._layouts(shape[1], padded) if columnwise else (None, None))
+
+    def _layouts(self, height: int, length: int) -> tuple[Layout, Layout]:
+        data, fp32 = Layout((height, length), (length, 1), self.dtype), torch.float32
         blocks = -(-length // _BLOCK)
         if self.granularity == "1x128":
-            return data, torch.empty((blocks, height), dtype=torch.float32, device=device).t()
-        make: Callable[..., torch.Tensor] = torch.empty
+            return data, Layout((height, blocks), (1, height), fp32)
         if self.granularity == "tensor":
-            size = (1, 1)
-        elif self.granularity == "row":
-            size = (height, 1)
-        else:
-            size = (-(-height // _BLOCK), -(-blocks // 4) * 4)
-            # unused padding of scales; zeros, so that it is not NaN by chance
-            make = torch.zeros if blocks % 4 else make
-        return data, make(size, dtype=torch.float32, device=device)
+            return data, Layout((1, 1), (1, 1), fp32)
+        if self.granularity == "row":
+            return data, Layout((height, 1), (1, 1), fp32)
+        columns = -(-blocks // 4) * 4
+        return data, Layout((-(-height // _BLOCK), columns), (columns, 1), fp32, padded=bool(blocks % 4))
 
     def constants(
         self,

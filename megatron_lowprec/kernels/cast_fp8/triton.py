@@ -6,21 +6,31 @@ and writing both moves 4 bytes an entry. A ``CastPrologue`` computes the matrix 
 or an activation is never in memory.
 """
 
-from functools import lru_cache
-from typing import NamedTuple
+import hashlib
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, raise_to_amax
-from megatron_lowprec.kernels.bias_grad.triton import sum_partials
-from megatron_lowprec.kernels.cast_fp8.prologue import KINDS, CastPrologue, Kind, Matrix, prologue_of
-from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule
+from megatron_lowprec.kernels.bias_grad.triton import sum_launch, sum_partials
+from megatron_lowprec.kernels.cast_fp8.prologue import (
+    KINDS,
+    CastPrologue,
+    Kind,
+    Matrix,
+    prologue_of,
+    specialized_on_matrix,
+)
+from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule, Layouts
 from megatron_lowprec.kernels.cast_fp8.tiles import cast_rows, cast_words
 from megatron_lowprec.kernels.cast_fp8.triton_ops import BLOCK_128X128, TENSOR
 from megatron_lowprec.kernels.launch import Specialized
-from megatron_lowprec.kernels.tuning import Tuned
+from megatron_lowprec.kernels.planned_launch import Launch, Plan, fields, named, with_warps
+from megatron_lowprec.kernels.tuning import LARGE_ENOUGH, Tuned, tunes
 
 _BLOCK = 128
 
@@ -89,13 +99,40 @@ def _cast_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def _planned_cast_kernel(
+    x_ptr,
+    row_ptr,
+    row_scale_ptr,
+    col_ptr,
+    col_scale_ptr,
+    amax_ptr,
+    sums_ptr,
+    M,
+    height,
+    padded_M,
+    N,
+    stride,
+    CAST: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``_cast_kernel`` of a matrix in memory whose amax is not observed, for generated code; ``CAST`` of ``fields``."""
+    _cast_kernel(
+        x_ptr, x_ptr, x_ptr, x_ptr, 0, 1.0, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, x_ptr, sums_ptr,
+        M, height, padded_M, N, stride, named(CAST), BM, BN, ROWS, COLUMNS
+    )  # fmt: skip
+
+
 def amax_of(x: torch.Tensor | CastPrologue, vectors: bool) -> torch.Tensor:
     """Amax of x [M, N], row-major, fp32 [1], or with ``vectors`` of each row and column, [M + N]; NaN propagates.
 
     Args:
         x: a matrix in memory; several tensors only without ``vectors``.
     """
-    parts = (x,) if isinstance(x, torch.Tensor) else x.in_memory
+    parts: tuple[torch.Tensor, ...] = (x,) if isinstance(x, torch.Tensor) else x.in_memory
     assert len(parts) == 1 or (parts and not vectors), "no amax of these tensors in one pass"
     amax = torch.zeros(sum(x.shape) if vectors else 1, dtype=torch.float32, device=parts[0].device)
     kernel = _amax_specialized(vectors)
@@ -103,7 +140,7 @@ def amax_of(x: torch.Tensor | CastPrologue, vectors: bool) -> torch.Tensor:
         M, N = part.shape
         programs = -(-M // _AMAX_TILE[0]) * -(-N // _AMAX_TILE[1])
         arguments = part, amax, M, N, part.stride(0)
-        kernel.launch(programs, part.device, arguments, Matrix(part).specialized_on())
+        kernel.launch(programs, part.device, arguments, specialized_on_matrix(part))
     return amax
 
 
@@ -126,54 +163,165 @@ def cast_fp8(
         observed: fp32 [1], raised to the amax of x, NaN as Inf.
         sums: also sum over M, for the gradient of a bias; for a computed source before rounding its entries.
     """
-    source = prologue_of(x)
     first = x if isinstance(x, torch.Tensor) else x.x
     if amax is None and rule.granularity in ("tensor", "row"):
-        amax = amax_of(source, vectors=rule.granularity == "row")
-    key = (rowwise, columnwise, observed is not None, sums, source.kind, source.head_widths)
-    kernel = rule.kernels.get(key)
-    shape, device = first.shape if first is x else source.shape, first.device
-    M, N = shape
-    if kernel is None:
-        kernel = rule.kernels[key] = _CastKernel(rule, device, *key)
-    made, partials = rule.empty(shape, device, rowwise=rowwise, columnwise=columnwise), None
-    height, padded_M = rule.padded_rows(M)
+        amax = amax_of(x, vectors=rule.granularity == "row")
+    device, key = first.device, None
+    if first is x:
+        key = (*x.shape, x.stride(0), x.get_device(), rowwise, columnwise, observed is not None, sums)
+    known = rule.prepared.get(key)
+    if known is None:
+        known = _prepare(prologue_of(x), rule, rowwise, columnwise, observed is not None, sums)
+    specialized, programs, layouts, partial_rows, sizes, specialized_sizes = known
+    made = [None if each is None else each.empty(device) for each in layouts]
+    partials = None
     if sums:
-        partials = torch.empty((1, -(-padded_M // kernel.tilings[0].rows), N), dtype=torch.float32, device=device)
+        partials = torch.empty((1, partial_rows, sizes[3]), dtype=torch.float32, device=device)
+    if first is x:
+        source: tuple[Any, ...] = (x, x, x, x, 0, 1.0)
+        specialized_on = (*specialized_sizes, x.dtype, x.data_ptr() % 16 == 0)
+    else:
+        source, specialized_on = x.arguments(), (*specialized_sizes, *x.specialized_on())
     # placeholders for absent tensors, which the kernel does not access
     arguments = (
-        *source.arguments(),
-        *(made[:4] if rowwise and columnwise else [first if tensor is None else tensor for tensor in made[:4]]),
+        *source,
+        *(made if rowwise and columnwise else [first if tensor is None else tensor for tensor in made]),
         first if amax is None else amax,
         first if observed is None else observed,
         first if partials is None else partials,
-        M,
-        height,
-        padded_M,
-        N,
-        first.stride(0),
+        *sizes,
     )
-    specialized_on = (*source.specialized_on(), padded_M == 1)
+    if specialized is None:  # tilings are to be measured
+        kernel, (M, _, padded_M, N, _) = rule.kernels[programs], sizes
 
-    def launch(tiling: _Tiling) -> None:
-        specialized, programs = kernel.at(tiling, M, padded_M, N)
-        specialized.launch(programs, device, arguments, specialized_on)
+        def launch(tiling: _Tiling) -> None:
+            specialized, programs = kernel.at(tiling, M, padded_M, N)
+            specialized.launch(programs, device, arguments, specialized_on)
 
-    tiling = kernel.tilings[0]
-    if not sums:
         tiling = kernel.tuned.choose(M * N, launch, device, below=(M * N).bit_length())
-    specialized, programs = kernel.at(tiling, M, padded_M, N)
+        specialized, programs = kernel.at(tiling, M, padded_M, N)
+    elif key is not None:
+        rule.prepared[key] = known
     specialized.launch(programs, device, arguments, specialized_on)
-    return made if partials is None else made._replace(sums=sum_partials(partials, first.dtype)[0])
+    return Fp8Cast(*made, None if partials is None else sum_partials(partials, first.dtype)[0])
+
+
+class _Prepared(NamedTuple):
+    """What a cast of matrices of one size has in common.
+
+    Attributes:
+        specialized, programs: the kernel for the tiling; None until that is known, and the key in ``rule.kernels``.
+        layouts: of the tensors.
+        partial_rows: of partial sums.
+        sizes: M, height, padded M, N and the row stride, the kernel's last arguments.
+        specialized_on: properties of the sizes on which Triton specializes the kernel.
+    """
+
+    specialized: Specialized | None
+    programs: Any
+    layouts: Layouts
+    partial_rows: int
+    sizes: tuple[int, int, int, int, int]
+    specialized_on: tuple[bool, ...]
+
+
+def _prepare(
+    source: CastPrologue, rule: Fp8Rule, rowwise: bool, columnwise: bool, observes: bool, sums: bool
+) -> _Prepared:
+    key = (rowwise, columnwise, observes, sums, source.kind, source.head_widths)
+    kernel = rule.kernels.get(key)
+    if kernel is None:
+        kernel = rule.kernels[key] = _CastKernel(rule, source.x.device, *key)
+    if len(rule.prepared) >= _MOST_SIZES:
+        rule.prepared.clear()
+    (M, N), stride = source.shape, source.x.stride(0)
+    height, padded_M = rule.padded_rows(M)
+    first = kernel.tilings[0]
+    tiling = first if sums else kernel.tuned.known(M * N, below=(M * N).bit_length())
+    specialized, programs = (None, key) if tiling is None else kernel.at(tiling, M, padded_M, N)
+    return _Prepared(
+        specialized,
+        programs,
+        rule.layouts(source.shape, rowwise=rowwise, columnwise=columnwise),
+        -(-padded_M // first.rows),
+        (M, height, padded_M, N, stride),
+        (N % 16 == 0, stride % 16 == 0, N == 1, stride == 1, padded_M == 1),
+    )
+
+
+_MOST_SIZES = 4096  # of matrices, which a model with other numbers of tokens in each step would collect
+
+
+def plan(
+    x: torch.Tensor,
+    rule: Fp8Rule,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    sums: bool,
+    rows: int,
+    known: Callable[[Any], bool],
+) -> Plan:
+    """The launches of ``cast_fp8`` for a compiler; tensors are "x", "amax", those of ``Fp8Cast`` and of the plan.
+
+    Args:
+        x: without data; a matrix as ``cast_fp8`` takes, whose rows may be symbolic.
+        rows: a number of rows to choose a tiling for.
+        known: whether a comparison of sizes is true for all numbers of rows.
+    """
+    (M, N), device = x.shape, x.device
+    height, padded_M = rule.padded_rows(M)
+    launches, zeros, empty = list[Launch](), dict[str, tuple[Any, ...]](), dict[str, tuple[Any, ...]]()
+    for name, layout in zip(Fp8Cast._fields[:4], rule.layouts(x.shape, rowwise=rowwise, columnwise=columnwise)):
+        if layout is not None and layout.padded:
+            zeros[name] = layout.size
+    if rule.granularity == "row":
+        zeros["amax"] = (M + N,)
+        (BM, BN), sizes = _AMAX_TILE, {"M": M, "N": N, "stride": x.stride(0)}
+        arguments = {"x_ptr": "x", "amax_ptr": "amax", **sizes, "VECTORS": True, "BM": BM, "BN": BN}
+        launches.append(Launch(with_warps(_amax_kernel, _AMAX_WARPS), (-(-M // BM) * -(-N // BN), 1, 1), arguments))
+    key = (rowwise, columnwise, False, sums, Matrix.kind, Matrix.head_widths)
+    kernel = rule.kernels.setdefault(key, _CastKernel(rule, device, *key))
+    tiling = kernel.tilings[0]
+    if sums:
+        empty["partials"] = (1, -(-padded_M // tiling.rows), N)
+    elif rows * N >= LARGE_ENOUGH and tunes(device):
+        zeros_like_x = torch.zeros(rows, N, dtype=x.dtype, device=device)
+        cast_fp8(zeros_like_x, rule, rowwise=rowwise, columnwise=columnwise)  # measures tilings that are not known
+        tiling = kernel.tuned.choose(rows * N, lambda _: None, device, below=(rows * N).bit_length())
+    whole = known(padded_M == M) and known(M % tiling.rows == 0) and N % tiling.columns == 0
+    constants = kernel.constants(tiling, whole)
+    programs = -(-padded_M // tiling.rows) * -(-N // tiling.columns)
+    names = {
+        "row_ptr": "rowwise_data" if rowwise else "x",
+        "row_scale_ptr": "rowwise_scale" if rowwise else "x",
+        "col_ptr": "columnwise_data" if columnwise else "x",
+        "col_scale_ptr": "columnwise_scale" if columnwise else "x",
+        "amax_ptr": "amax" if rule.granularity in ("tensor", "row") else "x",
+        "sums_ptr": "partials" if sums else "x",
+    }
+    sizes = {"M": M, "height": height, "padded_M": padded_M, "N": N, "stride": x.stride(0)}
+    arguments = {"x_ptr": "x", **names, **sizes, **constants, "CAST": fields(constants["CAST"])}
+    launches.append(Launch(with_warps(_planned_cast_kernel, tiling.warps), (programs, 1, 1), arguments))
+    if sums:
+        launches.append(sum_launch("partials", empty["partials"][1], N, "sums"))
+    return Plan(launches, zeros, empty)
+
+
+@cache
+def source_of_plans() -> str:
+    """Digest of the kernels of ``plan``; compiled code on disk holds their sources."""
+    keys = "".join(kernel.cache_key for kernel in (_planned_cast_kernel, _amax_kernel))
+    return hashlib.blake2b(keys.encode(), digest_size=8).hexdigest()
 
 
 @lru_cache(maxsize=2)
 def _amax_specialized(vectors: bool) -> Specialized:
     BM, BN = _AMAX_TILE
-    return Specialized(_amax_kernel, {"VECTORS": vectors, "BM": BM, "BN": BN}, num_warps=8)
+    return Specialized(_amax_kernel, {"VECTORS": vectors, "BM": BM, "BN": BN}, num_warps=_AMAX_WARPS)
 
 
-_AMAX_TILE = (32, 512)
+_AMAX_TILE, _AMAX_WARPS = (32, 512), 8
 
 
 class _Tiling(NamedTuple):
@@ -234,16 +382,20 @@ class _CastKernel:
         whole = padded_M == M and M % tiling.rows == 0 and N % (tiling.columns * self._parts) == 0
         return self._specialized.get((tiling, whole)) or self._specialize(tiling, whole), programs
 
+    def constants(self, tiling: _Tiling, whole: bool) -> dict[str, Any]:
+        """The constexpr parameters; ``whole`` as ``CastConstants.WHOLE``."""
+        return {
+            "CAST": self._constants._replace(WHOLE=whole),
+            "BM": tiling.rows,
+            "BN": tiling.columns,
+            "ROWS": tiling.part_rows or tiling.rows,
+            "COLUMNS": tiling.part_columns or tiling.columns,
+        }
+
     def _specialize(self, tiling: _Tiling, whole: bool) -> Specialized:
         kernel = Specialized(
             _cast_kernel,
-            {
-                "CAST": self._constants._replace(WHOLE=whole),
-                "BM": tiling.rows,
-                "BN": tiling.columns,
-                "ROWS": tiling.part_rows or tiling.rows,
-                "COLUMNS": tiling.part_columns or tiling.columns,
-            },
+            self.constants(tiling, whole),
             num_warps=tiling.warps,
             # a contracted multiply-add rounds once, the reference twice
             enable_fp_fusion=False,

@@ -10,6 +10,7 @@ import torch
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
+from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
 from megatron_lowprec.linear.layer_tensors import CastFusion
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax
 from megatron_lowprec.quantization.error_stats import error_stats
@@ -92,11 +93,12 @@ class GemmBackend(ABC):
         fuses_producer: casts compute or read a ``CastPrologue``, take a known amax, and sum over rows. dy is then
             quantized before both GEMMs; else for each GEMM, so that only one direction is in memory.
         one_cast: tensors that one cast may quantize for both GEMMs that use them; these share its spec.
+        one_weight_amax: whether fprop and dgrad share one current scale of w, by its amax.
         caches_primary: GEMMs whose operand ``primary_weight`` copies, so that it is cached for a step.
     """
 
     name: str
-    fuses_producer = False
+    fuses_producer = one_weight_amax = False
     one_cast: frozenset[str] = frozenset()
     caches_primary: frozenset[str] = frozenset()
 
@@ -163,6 +165,10 @@ class GemmBackend(ABC):
             bias: [O], added to the product of fprop.
         """
 
+    def planned_rule(self, tensor: str, request: CastRequest) -> Fp8Rule | None:
+        """The rule of a cast of ``quantize`` whose launches a compiler may make by their ``plan``; None without one."""
+        return None
+
     def traces_gemm(self, name: str) -> bool:
         """Whether torch.compile traces a GEMM, one product of torch; else it becomes an operator."""
         return False
@@ -182,11 +188,6 @@ class GemmBackend(ABC):
     def sum_tokens(self, dy_TO: torch.Tensor) -> torch.Tensor:
         """Gradient of a bias [O], where no cast sums."""
         return dy_TO.sum(dim=0)
-
-    @property
-    def one_weight_amax(self) -> bool:
-        """Whether fprop and dgrad share one current scale of w, by its amax."""
-        return False
 
     def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
         """fp32 [1] over the ranks that hold parts, if fprop and dgrad share one current scale of w; else None."""

@@ -8,11 +8,12 @@ is the hash of its fields, which compiled code on disk holds for other processes
 from __future__ import annotations
 
 import hashlib
+import os
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import count
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
+from megatron_lowprec.kernels.dispatch import load
+from megatron_lowprec.linear.backends.planned_cast import give_lowering
 from megatron_lowprec.linear.backends.protocol import CastRequest, GemmBackend, KnownAmax, LayerContext, gemm_operands
 from megatron_lowprec.linear.backends.resolved import LayerBackends
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax, LinearId
@@ -132,6 +135,33 @@ not know; autograd refuses a backward pass that writes a tensor of its graph whe
 """
 
 
+INDUCTOR_LAUNCHES = os.environ.get("MEGATRON_LOWPREC_INDUCTOR_LAUNCHES") == "1"
+"""Whether Inductor launches the casts of an FP8 backend that have a plan, without this package; set before tracing.
+
+Off until a GPU has compared bits.
+"""
+
+
+def _planned_rule(device: torch.device, key: int, backend: str, tensor: str, request: CastRequest) -> Any:
+    return backends_of(key, device).built(backend).planned_rule(tensor, request)
+
+
+planned_cast = define(
+    "planned_cast",
+    "(Tensor matrix, Tensor? amax, int key, str backend, str tensor, bool[] request, str kernels) -> Tensor[]",
+    lambda matrix, amax, *constants: _cast(matrix, amax, None, *constants[:-1]),
+    lambda matrix, amax, *constants: _fake_cast(matrix, amax, None, *constants[:-1]),
+)
+"""``cast`` that Inductor lowers to launches; ``kernels`` is their digest, since compiled code on disk holds them."""
+
+
+@cache
+def _planned_kernels() -> str:
+    give_lowering(planned_cast, _planned_rule)
+    digest: str = load("cast_fp8").source_of_plans()
+    return digest
+
+
 def _fake_product(
     rows: int, a: list[Tensor], b: list[Tensor], bias: Any, key: int, backend: str, gemm: str, dtype: Any
 ) -> Tensor:
@@ -203,8 +233,13 @@ class TracedGemms(GemmBackend):
         spec, known = getattr(self._recipe.gemms[SIDES[tensor][not request.rowwise]], tensor), None
         if self.fuses_producer and (spec.granularity, spec.scaling) == ("tensor", "current"):
             known = _amax(matrix) if amax is None else amax.value
-        operator = cast if rng_step is None else cast_with_state
-        found = operator(matrix, known, rng_step, self._key, self.name, tensor, list(request))
+        constants = self._key, self.name, tensor, list(request)
+        if INDUCTOR_LAUNCHES and self._backend.planned_rule(tensor, request) is not None:
+            matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+            found = planned_cast(matrix, known, *constants, _planned_kernels())
+        else:
+            operator = cast if rng_step is None else cast_with_state
+            found = operator(matrix, known, rng_step, *constants)
         sums = found.pop() if request.sums else None
         names = [name for name in FIELDS if getattr(made, name) is not None]
         return replace(made, **dict(zip(names, found, strict=True))), sums

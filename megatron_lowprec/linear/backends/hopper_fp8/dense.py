@@ -55,6 +55,8 @@ class HopperFp8Gemms(GemmBackend):
                     self._specs[tensor, bool(columnwise)] = spec
                     self._rules[tensor, bool(columnwise)] = rule_of(spec)
                     self.reductions[tensor, bool(columnwise)] = layer_amax.reduction(gemm, tensor, spec)
+        of_weight = [self._specs.get(("weight", columnwise)) for columnwise in (False, True)]
+        self.one_weight_amax = of_weight[0] == of_weight[1] and _current(of_weight[0])
 
     def quantize(
         self,
@@ -133,20 +135,17 @@ class HopperFp8Gemms(GemmBackend):
         """As ``GemmBackend``."""
         return self._specs[tensor, False].granularity != "row"
 
+    def planned_rule(self, tensor: str, request: CastRequest) -> Fp8Rule | None:
+        """As ``GemmBackend``: under scales of the pass itself."""
+        direction = tensor, not request.rowwise
+        return None if self._specs[direction].scaling == "delayed" else self._rules[direction]
+
     def traces_gemm(self, name: str) -> bool:
         """As ``GemmBackend``; Inductor finds out the blocks of scales by their sizes, which are padded here."""
         # torch may not know the sizes of its product, as 2.13 does
         if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "Meta"):
             return False
         return all(self._specs[tensor, SIDES[tensor][1] == name].block is None for tensor in GEMM_OPERANDS[name])
-
-    @property
-    def one_weight_amax(self) -> bool:
-        """As ``GemmBackend``."""
-        spec = self._specs.get(("weight", False))
-        if spec is None or spec != self._specs.get(("weight", True)):
-            return False
-        return (spec.granularity, spec.scaling) == ("tensor", "current")
 
     def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
         """As ``GemmBackend``."""
@@ -187,6 +186,11 @@ class HopperFp8Gemms(GemmBackend):
         )
         rows = a.shape[1] if name == "wgrad" else a.shape[0]
         return product if product.shape[0] == rows else product[:rows]  # 1x128 data are padded
+
+
+def _current(spec: QuantSpec | None) -> bool:
+    """Whether a tensor has one scale, by its own amax."""
+    return spec is not None and (spec.granularity, spec.scaling) == ("tensor", "current")
 
 
 def codes_of_blocks(codes: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

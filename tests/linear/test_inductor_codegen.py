@@ -1,0 +1,55 @@
+"""Casts that Inductor launches: what its code for a GPU calls, and that the machine code is eager mode's."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.weekly import also_weekly
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    also_weekly(
+        [("fp8_current", ""), ("fp8_current", "dynamic"), ("fp8_rowwise", "bias"), ("fp8_blockwise", "")],
+        ["fp8_current-"],
+    ),
+)
+def test_inductor_launches_the_casts(recipe: str, options: str, tmp_path: Path) -> None:
+    """Each cast and each scaled product is in the generated code, and no operator of ours.
+
+    Kernels of ours compile for sm_90 from that code, to the instructions of eager mode's, and run as many programs with
+    the same sizes. So codes and scales are equal.
+    """
+    pytest.importorskip("triton", reason="triton is not installed")
+    found = _codegen(tmp_path, recipe, *filter(None, [options]))
+    assert found["casts"] == 2 * (2 + 2)  # of two layers: x and w, then dy in both directions and w
+    blocks = recipe == "fp8_blockwise"  # whose products Inductor could not tell by their sizes
+    assert found["operators"] == (["product"] if blocks else [])
+    assert found["products"] == (0 if blocks else 2 * 3)
+    if options != "dynamic":  # whose kernels have bounds checks, and sizes are symbols
+        # eager mode does not specialize an amax on the number of rows, on which no maximum depends
+        assert set(found["other_code"]) <= ({"_amax_kernel"} if recipe == "fp8_rowwise" else set())
+        assert found["same_sizes"]
+    assert found["ambiguous"] == []  # Inductor writes one value of a name
+
+
+def _codegen(folder: Path, *arguments: str) -> dict[str, Any]:
+    caches = {"TRITON_CACHE_DIR": str(folder / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    tuned = {"MEGATRON_LOWPREC_TUNE": "0", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.linear.inductor_codegen", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**environment, **caches, **tuned},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

@@ -69,7 +69,8 @@ def _begin_pass(identity: torch.Tensor, grad: bool) -> torch.Tensor:
     within = grad and not torch.is_grad_enabled()
     with torch.set_grad_enabled(grad or torch.is_grad_enabled()):
         gemms = layer.begin_pass(own_node=within)
-    return torch.tensor([number_of(gemms.backends), *layer.rng_step])
+    # the GEMMs of experts have no backends in common
+    return torch.tensor([number_of(getattr(gemms, "backends", gemms)), *layer.rng_step])
 
 
 begin_pass = define(
@@ -79,7 +80,7 @@ begin_pass = define(
     lambda identity, grad: torch.empty(3, dtype=torch.int64),
     "cudagraph_unsafe",
 )
-"""``StatefulLayer.begin_pass``: int64 [3] on the CPU, number of the layer's backends in the pass, step and microbatch.
+"""``StatefulLayer.begin_pass``: int64 [3] on the CPU, number of the pass's GEMMs or backends, step and microbatch.
 
 The mutation of ``identity`` keeps calls in order, and each of them.
 """

@@ -37,6 +37,7 @@ class StatefulLayer(nn.Module):
     Attributes:
         histories, passes: the state.
         group: the layers whose steps end together; None without state.
+        identity: of ``identity_of``, for a compiled graph; None without state.
         linear_gemms: the layer's GEMMs.
         rng_step: the RNG step of the last forward pass.
     """
@@ -49,7 +50,7 @@ class StatefulLayer(nn.Module):
         self.histories, self.passes = LayerHistories(self.weight.device), PassCounter()
         self.group: LayerGroup | None = None
         self.rng_step = RngStep(0, 0)
-        self._identity: torch.Tensor | None = None
+        self.identity: torch.Tensor | None = None
 
     def join(self, group: LayerGroup | None, one_rank: bool = False) -> None:
         """End steps with the layers of a group.
@@ -62,7 +63,7 @@ class StatefulLayer(nn.Module):
         if self.added_keys:
             self.group = LayerGroup(distributed=False) if group is None else group
             self.group.add(self)
-            self._identity = identity_of(self)
+            self.identity = identity_of(self)
 
     # ---- passes
     def check_dtypes(self, x: torch.Tensor, dtype: torch.dtype) -> None:
@@ -175,7 +176,7 @@ class StatefulLayer(nn.Module):
         super().__setstate__(state)
         if self.group is not None:
             self.group.add(self)
-            self._identity = identity_of(self)
+            self.identity = identity_of(self)
             self.histories.belong_to(self.weight)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:

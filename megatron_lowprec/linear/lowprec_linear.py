@@ -159,7 +159,7 @@ class LowPrecLayer(StatefulLayer):
             y = opaque_linear(flat, weight, bias, self._recipe_key)
         else:
             grad = torch.is_grad_enabled()
-            y = _traced(flat, weight, bias, self._recipe_key, self._identity, grad, self.training and grad)
+            y = _traced(flat, weight, bias, self._recipe_key, self.identity, grad, self.training and grad)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def _check_gathered(self, weight: torch.Tensor, kind: str) -> None:

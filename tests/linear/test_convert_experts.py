@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -270,12 +271,44 @@ def test_recomputation_and_evaluation_change_no_bit() -> None:
     assert found == want
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    also_weekly(
+        [(kind, recipe) for kind in ("mixtral", "qwen3_moe") for recipe in (BOTH, "fp8_current", "mxfp8")],
+        [f"mixtral-{BOTH}", "qwen3_moe-fp8_current"],
+    ),
+)
+def test_compiled_experts_are_in_one_graph(kind: str, recipe: str) -> None:
+    """However many tokens each of them has; losses are those of eager mode, with draws and histories."""
+    want = train(only_experts(build(kind), recipe), 3, microbatches=2)
+    model, backend = only_experts(build(kind), recipe), CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    experts_of(model).compile(backend=backend, fullgraph=True)
+    assert train(model, 3, microbatches=2) == want
+    assert backend.frame_count == 1
+
+
+def test_compiled_experts_leave_tokens_of_no_expert_out() -> None:
+    """As the router marks them where ranks hold some experts each; gradients of their rows are zeros."""
+    index = torch.tensor([[0, EXPERTS], [2, 1], [EXPERTS, EXPERTS], [2, 3]])
+    found = []
+    for compiles in (False, True):
+        module = experts_of(only_experts(build()))
+        if compiles:
+            torch._dynamo.reset()
+            module.compile(backend="aot_eager", fullgraph=True)
+        x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = module(x, index, torch.full((4, 2), 0.5))
+        y.backward(y.detach())
+        found.append([y.detach(), x.grad, *(each.grad for each in module.parameters(recurse=False))])
+    assert all(map(torch.equal, *found))
+    assert found[0][1][2].count_nonzero() == 0
+
+
 def test_wrappers_of_torch_change_no_bit() -> None:
-    """The compiler breaks the graph at the experts; FSDP2 gathers their weights in the dtype of the model."""
+    """FSDP2 gathers the experts' weights in the dtype of the model."""
     want = train(only_experts(build()), 2)
-    compiled = only_experts(build())
-    compiled.model.layers[0].mlp.compile(backend="eager")
-    assert train(compiled, 2) == want
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model, mesh = only_experts(build()), init_device_mesh("cpu", (1,))

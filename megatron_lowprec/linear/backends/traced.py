@@ -38,8 +38,8 @@ FIELDS = tuple(f"{way}_{part}" for way in ("rowwise", "columnwise") for part in 
 
 # ---- what the constants of a graph name
 _recipes: dict[int, LinearRecipe] = {}
-_numbered: weakref.WeakValueDictionary[int, LayerBackends] = weakref.WeakValueDictionary()
-_numbers: weakref.WeakKeyDictionary[LayerBackends, int] = weakref.WeakKeyDictionary()
+_numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _next_number = count()
 
 
@@ -55,13 +55,18 @@ def recipe_of(key: int) -> LinearRecipe:
     return _recipes[key]
 
 
-def number_of(backends: LayerBackends) -> int:
-    """A number of a layer's backends within this process, for ``at`` of ``cast``."""
-    number = _numbers.get(backends)
+def number_of(state: Any) -> int:
+    """A number within this process, for ``at`` of ``cast``: of a layer's backends, or of the GEMMs of its experts."""
+    number = _numbers.get(state)
     if number is None:
-        number = _numbers[backends] = next(_next_number)
-        _numbered[number] = backends
+        number = _numbers[state] = next(_next_number)
+        _numbered[number] = state
     return number
+
+
+def numbered(number: int) -> Any:
+    """What ``number_of`` numbered."""
+    return _numbered[number]
 
 
 @lru_cache(maxsize=64)

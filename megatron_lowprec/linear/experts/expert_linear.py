@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.backends.traced import recipe_key
 from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.linear.layer_histories import LayerGroup, LayerHistories
 from megatron_lowprec.linear.layer_state import StatefulLayer, title, without_autocast
@@ -60,6 +61,7 @@ class ExpertGemms:
             tensor: (_GroupHistory([gemms.histories[tensor] for gemms in experts]), 0)
             for tensor in experts[0].histories
         }
+        self._unrecorded = dict[tuple[frozenset[str], ...], ExpertGemms]()
 
     @cached_property
     def group(self) -> GroupedLinearGemms:
@@ -73,10 +75,15 @@ class ExpertGemms:
         def own(gemms: LinearGemms) -> frozenset[str]:
             return current if everywhere else current & empty_histories(gemms.recipe, gemms.histories, gradients=True)
 
-        return ExpertGemms([gemms.unrecorded(own(gemms)) for gemms in self.experts], self._layer)
+        of_experts = tuple(map(own, self.experts))
+        if of_experts not in self._unrecorded:
+            unrecorded = [gemms.unrecorded(each) for gemms, each in zip(self.experts, of_experts, strict=True)]
+            self._unrecorded[of_experts] = ExpertGemms(unrecorded, self._layer)
+        return self._unrecorded[of_experts]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "group"}
+        kept = {name: value for name, value in self.__dict__.items() if name != "group"}
+        return kept | {"_unrecorded": {}}
 
 
 # without quantization autograd may differentiate dgrad and wgrad
@@ -137,6 +144,7 @@ class ExpertLinear(StatefulLayer):
     ) -> None:
         """As ``LowPrecLayer.bind``; the experts' numbers enter the keys of their draws."""
         self.recipe, linear = recipe, recipe.at(place)
+        self.recipe_key = recipe_key(linear)
         self.make_state()
 
         number = len(self.weight)
@@ -215,6 +223,7 @@ class ExpertLinear(StatefulLayer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)  # the rest when the owner exists
+        recipe_key(self.linear_gemms.recipe)  # another process may have the layer's first
 
     def belong_to(self, owner: nn.Module) -> None:
         """End a copy: the owner's is made behind those of its modules."""

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from megatron_lowprec.linear.experts.bias_of_tokens import bias_of_tokens
 from megatron_lowprec.linear.experts.expert_linear import ExpertLinear
+from megatron_lowprec.linear.experts.traced_experts import traced_experts
 from megatron_lowprec.linear.layer_state import combined
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.recipe.layer_match import Layer
@@ -105,6 +106,13 @@ def _gemms_of(parameter: str) -> str:
     return f"{parameter}_gemms"
 
 
+def _by_token(y: torch.Tensor, order: torch.Tensor, top_k_index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [T * k, H] in ``order``, summed for each token [T, H]."""
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.shape[0], device=order.device)
+    return y[place].view(*top_k_index.shape, y.shape[-1]).sum(dim=1).to(dtype)
+
+
 class LowPrecExperts(nn.Module):
     """Experts whose linear layers follow a recipe, ``combined`` with the module's class.
 
@@ -114,11 +122,11 @@ class LowPrecExperts(nn.Module):
     num_experts: int
     has_gate: bool
     has_bias: bool
+    is_transposed: bool
     act_fn: Callable[[torch.Tensor], torch.Tensor]
     post_expert_norm: Callable[[torch.Tensor], torch.Tensor]
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
 
-    @torch.compiler.disable(reason="the host counts the tokens of each expert")
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
@@ -129,6 +137,28 @@ class LowPrecExperts(nn.Module):
             top_k_index: int64 [T, k], experts of each token; ``num_experts`` for none.
             top_k_weights: [T, k], the factor of each expert's output.
         """
+        if torch.compiler.is_compiling() and not (self.has_bias or getattr(self, "has_post_expert_norm", False)):
+            return self._in_graph(hidden_states, top_k_index, top_k_weights)
+        return self._counted_by_host(hidden_states, top_k_index, top_k_weights)
+
+    def _in_graph(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows of no expert come last, and are zeros after each layer."""
+        experts, order = top_k_index.reshape(-1).sort(stable=True)
+        bounds = torch.searchsorted(experts, torch.arange(self.num_experts + 1, device=experts.device))
+        y, counts = hidden_states[order // top_k_index.shape[1]], bounds.diff()
+        for name in ("gate_up_proj" if self.has_gate else "up_proj", "down_proj"):
+            weight = getattr(self, name).mT if self.is_transposed else getattr(self, name)
+            y = traced_experts(getattr(self, _gemms_of(name)), y, weight, counts)
+            if name != "down_proj":
+                y = self._apply_gate(y) if self.has_gate else self.act_fn(y)
+        return _by_token(y * top_k_weights.reshape(-1)[order].unsqueeze(-1), order, top_k_index, hidden_states.dtype)
+
+    @torch.compiler.disable(reason="the host counts the tokens of each expert")
+    def _counted_by_host(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         experts, order = top_k_index.reshape(-1).sort(stable=True)
         tokens = torch.bincount(experts, minlength=self.num_experts)[: self.num_experts].tolist()
         routed, per_token = order[: sum(tokens)], top_k_index.shape[1]
@@ -138,10 +168,7 @@ class LowPrecExperts(nn.Module):
         if getattr(self, "has_post_expert_norm", False):
             y = self.post_expert_norm(y)
         y = y * top_k_weights.reshape(-1)[routed].unsqueeze(-1)
-        y = pad(y, (0, 0, 0, len(order) - len(routed)))
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
-        return y[place].view(*top_k_index.shape, y.shape[-1]).sum(dim=1).to(hidden_states.dtype)
+        return _by_token(pad(y, (0, 0, 0, len(order) - len(routed))), order, top_k_index, hidden_states.dtype)
 
     def _linear(self, name: str, x: torch.Tensor, tokens: list[int]) -> torch.Tensor:
         y: torch.Tensor = getattr(self, _gemms_of(name))(x, tokens)

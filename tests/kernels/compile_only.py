@@ -68,7 +68,7 @@ def casts(bf16: torch.dtype = torch.bfloat16) -> None:
         cast(x, "row", ways=ways, known=False)
     amax_of(x, vectors=True)
     rule = Fp8Rule(FORMATS["e4m3"], "row", "amax", 0.0)
-    planned = plan(x, rule, rowwise=True, columnwise=True, sums=True, rows=len(x), known=bool)
+    planned = plan(x, rule, (True, True, True), len(x), bool)
     for launch in planned.launches:  # compiled from Inductor's code by tests/linear/inductor_codegen.py
         given = {name: torch.zeros(1) if isinstance(each, str) else each for name, each in launch.arguments.items()}
         launch.kernel.fn[launch.programs](**given)

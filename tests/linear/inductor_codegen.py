@@ -102,11 +102,11 @@ class Codegen:
 
         plan = load("cast_fp8").plan
 
-        def recorded(x: Any, rule: Any, **request: Any) -> Any:
-            ways = {name: request[name] for name in ("rowwise", "columnwise", "sums")}
+        def recorded(x: Any, rule: Any, ways: Any, *others: Any) -> Any:
+            named = dict(zip(("rowwise", "columnwise", "sums"), ways, strict=True))
             shape = [TOKENS if isinstance(size, torch.SymInt) else size for size in x.shape]
-            self.casts.append({"shape": shape, "rule": rule, **ways})
-            return plan(x, rule, **request)
+            self.casts.append({"shape": shape, "rule": rule, **named})
+            return plan(x, rule, ways, *others)
 
         with patch.object(GraphLowering, "compile_to_module", stops), patch.object(load("cast_fp8"), "plan", recorded):
             yield
@@ -186,7 +186,12 @@ def generate(recipe: str, dynamic: bool, bias: bool) -> Codegen:
 
 
 def eager(casts: list[dict[str, Any]]) -> tuple[set[tuple[str, str]], list[list[int]]]:
-    """Eager kernels with their machine code, and sizes of their launches with the number of programs last."""
+    """Eager kernels with their machine code, and sizes of their launches with the number of programs last.
+
+    Inductor specializes on the divisibility of all sizes; eager kernels leave some out, which no number depends on.
+    """
+    import triton
+
     code, sizes, launch = set[tuple[str, str]](), list[list[int]](), Specialized.launch
 
     def recorded(self: Any, programs: Any, device: Any, arguments: Any, key: Any) -> None:
@@ -195,14 +200,17 @@ def eager(casts: list[dict[str, Any]]) -> tuple[set[tuple[str, str]], list[list[
         sizes.append([*given[-5:], first])
         launch(self, programs, device, arguments, key)
 
+    module = load("cast_fp8")
+    kernels = {name: triton.jit(getattr(module, name).fn) for name in ("_cast_kernel", "_amax_kernel")}
     with (
+        patch.multiple(module, **kernels),
         compiling(90, lambda kernel, built: code.add((kernel.__name__, _canonical(built.asm["cubin"])))),
         patch.object(Specialized, "launch", recorded),
     ):
         for each in casts:
             x, ways = torch.zeros(each["shape"]).bfloat16(), {k: each[k] for k in ("rowwise", "columnwise", "sums")}
             amax = torch.ones(1) if each["rule"].granularity == "tensor" else None
-            load("cast_fp8").cast_fp8(x, each["rule"], amax=amax, **ways)
+            module.cast_fp8(x, each["rule"], amax=amax, **ways)
     return code, sizes
 
 

@@ -166,8 +166,8 @@ def cast_fp8(
     first = x if isinstance(x, torch.Tensor) else x.x
     if amax is None and rule.granularity in ("tensor", "row"):
         amax = amax_of(x, vectors=rule.granularity == "row")
-    device, key = first.device, None
-    if first is x:
+    device, key = first.device, tuple[Any, ...]()
+    if isinstance(x, torch.Tensor):
         key = (*x.shape, x.stride(0), x.get_device(), rowwise, columnwise, observed is not None, sums)
     known = rule.prepared.get(key)
     if known is None:
@@ -177,7 +177,7 @@ def cast_fp8(
     partials = None
     if sums:
         partials = torch.empty((1, partial_rows, sizes[3]), dtype=torch.float32, device=device)
-    if first is x:
+    if isinstance(x, torch.Tensor):
         source: tuple[Any, ...] = (x, x, x, x, 0, 1.0)
         specialized_on = (*specialized_sizes, x.dtype, x.data_ptr() % 16 == 0)
     else:
@@ -200,10 +200,10 @@ def cast_fp8(
 
         tiling = kernel.tuned.choose(M * N, launch, device, below=(M * N).bit_length())
         specialized, programs = kernel.at(tiling, M, padded_M, N)
-    elif key is not None:
+    elif key:
         rule.prepared[key] = known
     specialized.launch(programs, device, arguments, specialized_on)
-    return Fp8Cast(*made, None if partials is None else sum_partials(partials, first.dtype)[0])
+    return Fp8Cast._make((*made, None if partials is None else sum_partials(partials, first.dtype)[0]))
 
 
 class _Prepared(NamedTuple):
@@ -253,23 +253,17 @@ _MOST_SIZES = 4096  # of matrices, which a model with other numbers of tokens in
 
 
 def plan(
-    x: torch.Tensor,
-    rule: Fp8Rule,
-    *,
-    rowwise: bool,
-    columnwise: bool,
-    sums: bool,
-    rows: int,
-    known: Callable[[Any], bool],
+    x: torch.Tensor, rule: Fp8Rule, ways: tuple[bool, bool, bool], rows: int, known: Callable[[Any], bool]
 ) -> Plan:
     """The launches of ``cast_fp8`` for a compiler; tensors are "x", "amax", those of ``Fp8Cast`` and of the plan.
 
     Args:
         x: without data; a matrix as ``cast_fp8`` takes, whose rows may be symbolic.
+        ways: its ``rowwise``, ``columnwise`` and ``sums``.
         rows: a number of rows to choose a tiling for.
         known: whether a comparison of sizes is true for all numbers of rows.
     """
-    (M, N), device = x.shape, x.device
+    (M, N), device, (rowwise, columnwise, sums) = x.shape, x.device, ways
     height, padded_M = rule.padded_rows(M)
     launches, zeros, empty = list[Launch](), dict[str, tuple[Any, ...]](), dict[str, tuple[Any, ...]]()
     for name, layout in zip(Fp8Cast._fields[:4], rule.layouts(x.shape, rowwise=rowwise, columnwise=columnwise)):

@@ -44,9 +44,7 @@ def _launch(matrix: Any, amax: Any, x: Tensor, rule: Fp8Rule, request: CastReque
 
     rows, columns, sums = request.rowwise, request.columnwise, request.sums
     with unset_fake_temporarily():  # tilings are measured
-        plan = load("cast_fp8").plan(
-            *(x, rule), rowwise=rows, columnwise=columns, sums=sums, rows=_hint(x.shape[0]), known=statically_known_true
-        )
+        plan = load("cast_fp8").plan(x, rule, (rows, columns, sums), _hint(x.shape[0]), statically_known_true)
     fp32, device = torch.float32, x.device
     buffers = {"x": ir.ExternKernel.require_exact_strides(matrix, list(x.stride())), "amax": amax}
     names = ["rowwise_data", "rowwise_scale"] * rows + ["columnwise_data", "columnwise_scale"] * columns

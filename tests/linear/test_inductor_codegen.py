@@ -17,7 +17,7 @@ from tests.weekly import also_weekly
     ("recipe", "options"),
     also_weekly(
         [("fp8_current", ""), ("fp8_current", "dynamic"), ("fp8_rowwise", "bias"), ("fp8_blockwise", "")],
-        ["fp8_current-"],
+        [],
     ),
 )
 def test_inductor_launches_the_casts(recipe: str, options: str, tmp_path: Path) -> None:

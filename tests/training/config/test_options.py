@@ -32,6 +32,9 @@ def test_every_option_has_a_part_and_names_options() -> None:
         assert set(others) <= OPTIONS.keys() - {name}, name
     assert sum(len(options_in(*Part, groups=(group,))) for group in (*GROUPS, Config)) == len(OPTIONS)
 
+    page = (ROOT / "docs/guide/options.md").read_text(encoding="utf-8")
+    assert [group.__name__ for group in GROUPS if f"<!-- table: options {group.__name__} -->" not in page] == []
+
 
 def _names(node: ast.AST) -> list[str]:
     """Strings of a display: elements, keys, or the words of a text; none of a dict with values of the run."""

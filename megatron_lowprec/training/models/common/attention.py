@@ -91,8 +91,8 @@ def activations(config: Config, runs: Execution | None, layer: int) -> dict[str,
     }
     codes = output_codes(runs, query / width)
     saved |= codes or {"input of linear_proj (output of attention)": query}
-    own = runs is not None and not runs.casts_again(config)  # linear_proj's, beside attention's
-    if not codes and own and runs.keeps_codes(config, layer, "self_attention.linear_proj"):
+    own = runs if runs is not None and not runs.casts_again(config) else None  # linear_proj's, beside attention's
+    if not codes and own is not None and own.keeps_codes(config, layer, "self_attention.linear_proj"):
         saved["FP8 codes of linear_proj's input"] = query / width
     if turned or grouped:
         saved["queries and keys on their own"] = query + (key_value if turned else 0.0)

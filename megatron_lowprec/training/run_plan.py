@@ -59,7 +59,7 @@ def plan_run(
     check_paths(config, tokenizer)
     found, found_notes = saved_state.find_checkpoint(config)
     if found is not None and not config.finetune:
-        config, more = saved_state.stored_weights(found, config, given)
+        config, more = saved_state.stored_weights(found, config, recipe, given)
         notes = notes + more
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size

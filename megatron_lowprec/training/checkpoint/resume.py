@@ -320,10 +320,13 @@ def continued(saved: Saved, config: Config, given: Collection[str]) -> tuple[Con
     return replace(config, seed=seed), [f"seed: the checkpoint's {seed}"]
 
 
-def stored_weights(saved: Saved, config: Config, given: Collection[str]) -> tuple[Config, list[str]]:
-    """--fp8-param-gather as in the checkpoint's run, unless it is given: codes of bf16 weights can differ in a bit."""
+def stored_weights(saved: Saved, config: Config, recipe: Recipe, given: Collection[str]) -> tuple[Config, list[str]]:
+    """--fp8-param-gather as in the checkpoint's run, unless the option is given or the recipe needs it.
+
+    Codes of bf16 weights can differ in a bit.
+    """
     before = saved.content["options"].get("fp8_param_gather", False)
-    if "fp8_param_gather" in given or before == bool(config.fp8_param_gather):
+    if "fp8_param_gather" in given or recipe.fp8_weights or before == bool(config.fp8_param_gather):
         return config, []
     if before:
         return config, [

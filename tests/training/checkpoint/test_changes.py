@@ -113,20 +113,23 @@ def test_iterations_of_phases_need_a_fraction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "by_default", "given", "after", "note"),
+    ("before", "by_default", "given", "recipe", "after", "note"),
     [
-        (False, True, (), False, "--fp8-param-gather: off, as in the checkpoint's run"),
-        (None, True, (), False, "--fp8-param-gather: off, as in the checkpoint's run"),  # of a version without it
-        (False, True, ("fp8_param_gather",), True, None),
-        (True, True, (), True, None),
-        (True, False, (), False, "--fp8-param-gather: off, where the checkpoint's run had FP8 weights"),
+        (False, True, (), "fp8_delayed", False, "--fp8-param-gather: off, as in the checkpoint's run"),
+        # of a version without it
+        (None, True, (), "fp8_delayed", False, "--fp8-param-gather: off, as in the checkpoint's run"),
+        (False, True, ("fp8_param_gather",), "fp8_delayed", True, None),
+        (True, True, (), "fp8_delayed", True, None),
+        (False, True, (), "fp8_lm_o3", True, None),  # which needs them
+        (True, False, (), "fp8_delayed", False, "--fp8-param-gather: off, where the checkpoint's run had FP8 weights"),
     ],
 )
 def test_a_resumed_run_keeps_its_weights_storage(
-    before: bool | None, by_default: bool, given: tuple[str, ...], after: bool, note: str | None
+    before: bool | None, by_default: bool, given: tuple[str, ...], recipe: str, after: bool, note: str | None
 ) -> None:
     now = replace(DEFAULT, fp8_param_gather=by_default)
-    config, notes = stored_weights(saved(replace(DEFAULT, fp8_param_gather=before)), now, frozenset(given))
+    checkpoint = saved(replace(DEFAULT, fp8_param_gather=before))
+    config, notes = stored_weights(checkpoint, now, load_recipe(recipe), frozenset(given))
     assert config == replace(now, fp8_param_gather=after)
     assert len(notes) == (note is not None)
     assert all(found.startswith(note or "") for found in notes)

@@ -8,8 +8,6 @@ from typing import Literal
 from megatron_lowprec.optimizer.optimizers import OPTIMIZERS
 from megatron_lowprec.training.options.declaration import Group, Part, arg
 
-_ADAM = "optimizer=adam|muon"
-
 
 @dataclass(frozen=True)
 class OptimizerOptions(Group):
@@ -45,9 +43,9 @@ class OptimizerOptions(Group):
         "constant", "how weight decay grows over the run"
     )
     clip_grad: float = arg(1.0, "largest gradient norm; 0 for no clipping", Part.UPDATE, least=0)
-    adam_beta1: float = arg(0.9, "decay of the first moment", Part.UPDATE, needs=_ADAM, least=0, most=1)
-    adam_beta2: float = arg(0.999, "decay of the second moment", Part.UPDATE, needs=_ADAM, least=0, most=1)
-    adam_eps: float = arg(1e-8, "added to the root of the second moment", Part.UPDATE, needs=_ADAM, least=0)
+    adam_beta1: float = arg(0.9, "decay of the first moment", Part.UPDATE, least=0, most=1)
+    adam_beta2: float = arg(0.999, "decay of the second moment", Part.UPDATE, least=0, most=1)
+    adam_eps: float = arg(1e-8, "added to the root of the second moment", Part.UPDATE, least=0)
     sgd_momentum: float = arg(0.9, "momentum of SGD", Part.UPDATE, needs="optimizer=sgd", least=0, most=1)
     override_opt_param_scheduler: bool = arg(
         False, "take the whole schedule from these options, not from the checkpoint", Part.RESUME
@@ -67,7 +65,7 @@ class MuonOptions(Group):
     muon_lr: float | None = arg(
         None,
         "peak learning rate of matrices, which follows the schedule of --lr; default --lr (ours)",
-        Part.SCHEDULE,
+        needs="lr",
         least=0,
     )
     muon_momentum: float = arg(

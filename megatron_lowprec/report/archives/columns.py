@@ -48,6 +48,8 @@ class RowTable:
         count = sum(map(_natural, self.rows.values()))
         if not self.arrays:
             raise ValueError(f"no column of {self.file} has values")
+        if any(array.shape[-1:] != (count,) for array in self.arrays.values()):
+            raise ValueError(f"a column has not {count} values")
         columns = {key: _values(kind, self.arrays.get(key), count) for key, kind in self.columns.items()}
         begin = 0
         for folder, rows in self.rows.items():
@@ -105,8 +107,8 @@ def _values(kind: Column, array: Array | None, count: int) -> list[Any]:
     """The column's values; ValueError if they are not as ``kind`` says."""
     if kind == "null":
         return [None] * count
-    if array is None or array.shape[-1:] != (count,):
-        raise ValueError(f"a column has not {count} values")
+    if array is None:
+        raise ValueError("a column has no values")
     if kind == "float":
         if array.dtype != np.uint8 or array.ndim != 2 or len(array) not in (4, 8):
             raise ValueError("floats are not 4 or 8 rows of bytes")

@@ -47,6 +47,15 @@ def table(name: str = "run", count: int = 2, columns: Mapping[str, Column] | Non
     return Content({"run"}, tables=[RowTable("metrics.jsonl", kinds, {name: count}, kept)])
 
 
+# Its first column alone would fill the memory.
+ONLY_NULL_FITS = Content(
+    {"run"},
+    tables=[
+        RowTable("metrics.jsonl", {"loss": "null", "iteration": "int"}, {"run": 10**15}, {"iteration": np.arange(2)})
+    ],
+)
+
+
 def found(scratch: Path, *paths: Path | str) -> list[Run]:
     return find_runs([str(path) for path in paths], 0.5, scratch)[0]
 
@@ -107,6 +116,7 @@ def test_names_outside_are_refused(tmp_path: Path, scratch: Path, content: Conte
         (table(columns={"iteration": "float"}), "floats are not 4 or 8 rows of bytes"),
         (table(loss=np.zeros(2)), "whole numbers are no row of int64"),
         (table(columns={"iteration": ["bf16"]}), "text is no index into a list"),
+        (ONLY_NULL_FITS, "a column has not 1000000000000000 values"),
         (table(count=10**9, columns={"iteration": "null"}), "no column of metrics.jsonl has values"),
         (table(loss=np.array(2)), "a column has not 2 values"),
         (Content(texts={"a/run.json": cast(str, 1)}), "damaged"),

@@ -194,7 +194,10 @@ def _how(config: Config, need: str) -> str:
 
 
 def _shown(name: str, value: object) -> str:
-    return flag(name) if value is True else f"{flag(name)} {value}"
+    """The option as a command line gives it."""
+    if isinstance(value, bool):
+        return flag(name if value else f"no_{name}")
+    return f"{flag(name)} {value}"
 
 
 def _check_parallelism(config: Config, world_size: int) -> None:

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Tokenizes the corpus of the studies with GPT-2's vocabulary and compares all bytes with scripts/corpus.sha256:
+# Tokenizes the corpus of the studies with GPT-2's vocabulary and compares all bytes with the published sha256:
 #
 #   scripts/prepare_corpus.sh CORPUS OUT [WORKERS]
 #
@@ -11,11 +11,12 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ $# -ge 2 ] || { sed -n 's/^#   //p' "${BASH_SOURCE[0]}" >&2 && exit 2; }
 mkdir -p "$2"
 corpus=$(cd "$1" && pwd) out=$(cd "$2" && pwd) workers=${3:-$(nproc)}
-sums=${SUMS:-$here/scripts/corpus.sha256}
+sums=("$here/megatron_lowprec/data/corpus.sha256" "$here/scripts/tokens.sha256")
+[ -z "${SUMS:-}" ] || sums=("$SUMS")
 cd "$here"
 
 check() { # FOLDER PATTERN
-    (cd "$1" && grep -E "$2" "$sums" | sha256sum --check --quiet -)
+    (cd "$1" && grep -hE "$2" "${sums[@]}" | sha256sum --check --quiet -)
 }
 
 check "$corpus" '\.xz$'
@@ -27,4 +28,4 @@ for name in wikipedia both; do
         --tokenizer-type GPT2BPETokenizer --vocab-file data/gpt2/vocab.json --merge-file data/gpt2/merges.txt
 done
 check "$out" '\.(bin|idx)$'
-echo "all bytes as in scripts/corpus.sha256; DATA=$out/both_text_document WIKIPEDIA=$out/wikipedia_text_document CORPUS=$corpus"
+echo "all bytes as published; DATA=$out/both_text_document WIKIPEDIA=$out/wikipedia_text_document CORPUS=$corpus"

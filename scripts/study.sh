@@ -83,6 +83,7 @@ wait_for() {
 
 pack() {
     mkdir -p "$(dirname "$1")"
+    rm -f "$1" "$1".[0-9][0-9] # cat would join parts of an earlier call
     XZ_OPT='-3 -T0' tar cJf "$1" -C "$out" --exclude='iter_*' --exclude=tensorboard --exclude=cache --exclude=mps \
         --exclude=locks --exclude='*.pid' .
     if [ -n "$(find "$1" -size +"$limit")" ]; then

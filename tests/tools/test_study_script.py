@@ -68,6 +68,7 @@ def test_a_large_pack_is_in_parts(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_bytes(random.Random(1).randbytes(40_000))
     packed = tmp_path / "study.tar.xz"
+    packed.with_name("study.tar.xz.07").write_bytes(b"of an earlier call")
     assert study("pack", tmp_path / "out", packed, path=os.environ["PATH"], LIMIT="15k").returncode == 0
     parts = sorted(tmp_path.glob("study.tar.xz*"))
     assert [part.name for part in parts] == [f"study.tar.xz.0{number}" for number in range(3)]

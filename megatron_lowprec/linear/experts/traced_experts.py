@@ -54,7 +54,7 @@ def _traced(
     return y
 
 
-@once_differentiable(lambda ctx: f"compiled experts under recipe {recipe_of(ctx.key).name}")
+@once_differentiable("compiled experts")
 class _TracedExpertsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, counts, at, key: int, update_amax: bool):  # type: ignore[no-untyped-def]

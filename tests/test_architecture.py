@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -287,38 +288,17 @@ def test_every_recipe_survives_dump_and_load(name: str) -> None:
     assert recipe_from_dict(yaml.safe_load(yaml.safe_dump(recipe_to_dict(get_recipe(name))))) == get_recipe(name)
 
 
-# In circles by imports for types, to be removed.
-KNOWN_CIRCLES = {
-    "linear.backends.construct",
-    "linear.backends.grouped_protocol",
-    "linear.backends.resolved",
-    "linear.layer_histories",
-    "linear.layer_state",
-    "linear.linear_gemms",
-    "linear.lowprec_linear",
-    "linear.sharding.tensor_parallel",
-    "mcore.graphs.captured_layer",
-    "mcore.graphs.layer_graphs",
-}
-
-
 def test_imports_have_no_circles_typing_included() -> None:
-    names = {path: ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    names = {
+        path: ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        for path in PACKAGE.rglob("*.py")
+    }
     imports: dict[str, set[str]] = {}
     for path, name in names.items():
-        found = imports.setdefault(name, set())
+        found = set(imported(path))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_lowprec."):
-                module = (node.module or "").removeprefix("megatron_lowprec.")
-                found |= {module, *(f"{module}.{alias.name}" for alias in node.names)} & set(names.values())
-    assert {name for name in imports if name in _reached(imports, name)} == KNOWN_CIRCLES
-
-
-def _reached(imports: dict[str, set[str]], name: str) -> set[str]:
-    """Modules that a module imports, directly or not."""
-    found, left = set[str](), [name]
-    while left:
-        new = imports[left.pop()] - found
-        found |= new
-        left += new
-    return found
+            if isinstance(node, ast.ImportFrom):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        imports[name] = {each.removeprefix("megatron_lowprec.") for each in found} & set(names.values())
+    assert sum(map(len, imports.values())) > len(imports)
+    TopologicalSorter(imports).prepare()  # CycleError names a circle

@@ -11,7 +11,7 @@ from megatron_lowprec.finetuning.frozen_operator import FrozenOperands, frozen_l
 from megatron_lowprec.linear.backends.protocol import COMPUTE_DTYPES
 from megatron_lowprec.linear.layer_state import combined, parts_of
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer
-from megatron_lowprec.linear.sharding.tensor_parallel import is_dtensor
+from megatron_lowprec.linear.sharding.dtensors import is_dtensor
 from megatron_lowprec.quantization.frozen_weight import Codes, FrozenWeight, StoredSpecs, amax_of, stored_specs
 from megatron_lowprec.recipe.quant_spec import QuantSpec
 

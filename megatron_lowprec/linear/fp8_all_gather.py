@@ -19,8 +19,8 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.backends.protocol import COMPUTE_DTYPES
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer
 from megatron_lowprec.linear.sharding.coded_shard import CodedShard, why_not_coded
+from megatron_lowprec.linear.sharding.dtensors import is_dtensor
 from megatron_lowprec.linear.sharding.primary_shard import PrimaryShard, set_scales
-from megatron_lowprec.linear.sharding.tensor_parallel import is_dtensor
 from megatron_lowprec.linear.sharding.weight_shard import WeightShard
 from megatron_lowprec.quantization.forward_pass import is_training_pass
 from megatron_lowprec.quantization.frozen_weight import FrozenWeight

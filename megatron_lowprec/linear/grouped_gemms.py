@@ -9,8 +9,12 @@ from typing import Any
 import torch
 
 from megatron_lowprec.kernels.dispatch import fuses
-from megatron_lowprec.linear.backends import construct
-from megatron_lowprec.linear.backends.grouped_protocol import GroupedBackend, GroupOperand, GroupOperands
+from megatron_lowprec.linear.backends.grouped_protocol import (
+    GroupedBackend,
+    GroupOperand,
+    GroupOperands,
+    grouped_backend,
+)
 from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.layer_tensors import InputLayout, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
@@ -119,7 +123,7 @@ class GroupedLinearGemms:
         if others:
             return f"dgrad runs on {row}, wgrad on {others[0]}"
         if row not in self._built:
-            self._built[row] = construct.grouped(row, self.experts)
+            self._built[row] = grouped_backend(row, [expert.backends for expert in self.experts])
         backend = self._built[row]
         if backend is None:
             return f"{row} has no kernels for experts"

@@ -18,8 +18,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.sharding.dtensors import is_dtensor
 from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
-from megatron_lowprec.linear.sharding.tensor_parallel import is_dtensor
 from megatron_lowprec.quantization.amax_history import AmaxHistory, update_together
 from megatron_lowprec.quantization.device_rng_step import capturing
 from megatron_lowprec.quantization.primary_weight import Fp8Weight

@@ -14,8 +14,9 @@ from megatron_lowprec.linear.layer_tensors import SavedForBackward, backward_gem
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import once_differentiable, refuse
+from megatron_lowprec.linear.sharding.dtensors import UNFINISHED, waited
 from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
-from megatron_lowprec.linear.sharding.tensor_parallel import UNFINISHED, forward_on_mesh, waited
+from megatron_lowprec.linear.sharding.tensor_parallel import forward_on_mesh
 from megatron_lowprec.quantization.frozen_weight import FrozenWeight
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.coverage import LinearSite, check_no_phases, check_site

@@ -12,8 +12,9 @@ import torch
 
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.linear import grouped_gemms
-from megatron_lowprec.linear.backends import construct, resolved
+from megatron_lowprec.linear.backends import resolved
 from megatron_lowprec.linear.backends.emulated import grouped as grouped_emulated
+from megatron_lowprec.linear.backends.grouped_protocol import grouped_backend
 from megatron_lowprec.linear.backends.hopper_fp8 import grouped as grouped_hopper_fp8
 from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
@@ -134,7 +135,7 @@ def operand_differences(name: str, device: str) -> list[str]:
         for history, slot in gemms.histories.values():
             history.in_effect[slot] = 3.0 + gemms.linear_id.expert  # not the amax of any matrix
             history.to(torch.device(device))
-    grouped, found = construct.grouped("emulated", experts), list[str]()
+    grouped, found = grouped_backend("emulated", [gemms.backends for gemms in experts]), list[str]()
     assert grouped is not None
     for (gemm, tensor), columnwise in {
         (gemm, tensor): columnwise for tensor, sides in SIDES.items() for columnwise, gemm in enumerate(sides)
@@ -242,7 +243,7 @@ def test_codes_of_fp8_primary_weights_are_those_of_each_linear_layer(name: str) 
     assert spec is not None
     experts = [LinearGemms(get_recipe(name), LinearId(3, "fc1", i), 1, AmaxHistory, cache_weights=True) for i in (0, 1)]
     group = GroupedLinearGemms(experts)
-    backend = construct.grouped("hopper_fp8", experts)
+    backend = grouped_backend("hopper_fp8", [gemms.backends for gemms in experts])
     assert backend is not None
     weights = [Fp8Weight.of(2.0**i * torch.randn(OUT, IN).bfloat16(), spec) for i in range(2)]
     for gemm, columnwise in (("fprop", False), ("dgrad", True)):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megatron_lowprec.kernels.mx_gemm.operand import MxOperand
 from megatron_lowprec.linear.backends.protocol import CastRequest
+from megatron_lowprec.linear.backends.resolved import LayerBackends
+from megatron_lowprec.linear.backends.table import ROWS
+from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
-
-if TYPE_CHECKING:
-    from megatron_lowprec.linear.linear_gemms import LinearGemms
 
 
 class GroupOperand(NamedTuple):
@@ -42,12 +42,16 @@ class GroupedBackend(ABC):
     """GEMMs of a layer's experts by kernels on a GPU: ``GemmBackend`` for tokens that are sorted by expert.
 
     Args:
-        experts: each expert's GEMMs; equal but for their keys and histories.
+        experts: each expert's backends; their layers are equal but for keys and histories.
         name: of the row in ``BACKENDS``, to which the experts' own backends belong.
     """
 
-    def __init__(self, experts: Sequence[LinearGemms], name: str) -> None:
-        self._experts, self.name = experts, name
+    def __init__(self, experts: Sequence[LayerBackends], name: str) -> None:
+        self._experts, self.name, self._recipe = experts, name, experts[0].context.recipe
+
+    def _histories(self, tensor: str) -> list[tuple[AmaxHistory, int]]:
+        """Each expert's amax history and slot of a tensor with delayed scales."""
+        return [expert.context.layer_amax.histories[tensor] for expert in self._experts]
 
     @abstractmethod
     def why_not(self, gemm: str, weight: torch.Tensor) -> str | None:
@@ -87,3 +91,10 @@ class GroupedBackend(ABC):
         overwrite: Sequence[bool],
     ) -> None:
         """Adds ``dy.T @ x`` of each expert's rows to its total [O, I], or overwrites it."""
+
+
+def grouped_backend(name: str, experts: Sequence[LayerBackends]) -> GroupedBackend | None:
+    """The backend of a row for the experts of a layer; None if the row runs them one after the other."""
+    kind = ROWS[name].grouped
+    found: GroupedBackend | None = None if kind is None else ROWS[name].load(kind)(experts, name)
+    return found

@@ -89,7 +89,7 @@ class GemmBackend(ABC):
         context: of the layer.
 
     Attributes:
-        name: of the backend's row in ``BACKENDS``; ``construct.dense`` sets it.
+        name: of the backend's row in ``BACKENDS``; ``LayerBackends.built`` sets it.
         fuses_producer: casts compute or read a ``CastPrologue``, take a known amax, and sum over rows. dy is then
             quantized before both GEMMs; else for each GEMM, so that only one direction is in memory.
         one_cast: tensors that one cast may quantize for both GEMMs that use them; these share its spec.

@@ -10,9 +10,8 @@ import torch
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.dispatch import arch_of
-from megatron_lowprec.linear.backends import construct
 from megatron_lowprec.linear.backends.protocol import GemmBackend, LayerContext, check_dtype
-from megatron_lowprec.linear.backends.table import BACKENDS, FALLBACK, Emulate, resolve
+from megatron_lowprec.linear.backends.table import BACKENDS, FALLBACK, ROWS, Emulate, resolve
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.tensor import QuantizedTensor
@@ -71,7 +70,8 @@ class LayerBackends:
     def built(self, name: str) -> GemmBackend:
         """The backend of a row of the table, whether or not a GEMM resolves to it."""
         if name not in self._built:
-            self._built[name] = construct.dense(name, self.context)
+            backend: GemmBackend = ROWS[name].load(ROWS[name].dense)(self.context)
+            backend.name, self._built[name] = name, backend
         return self._built[name]
 
     def wrap(self, wrap: Callable[[GemmBackend], GemmBackend]) -> dict[str, GemmBackend]:

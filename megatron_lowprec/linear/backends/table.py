@@ -1,11 +1,13 @@
 """The table of backends, and the choice of one for each GEMM: pure functions, no torch.
 
 A backend is a folder beside this file and a row of ``BACKENDS``. Its ``why_not.py`` imports no torch, because
-``recipe/explain.py``, sweeps and the memory plan read the table. ``construct.py`` loads its classes.
+``recipe/explain.py``, sweeps and the memory plan read the table. A backend's classes are loaded when a layer first
+resolves to it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, has_block_scales
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import why_not as why_not_blackwell_mx
@@ -41,6 +43,11 @@ class Backend(NamedTuple):
     verified: bool = True
     concerns: Callable[[GemmSpec], bool] = lambda _: True
 
+    def load(self, kind: str) -> Any:
+        """The class ``dense`` or ``grouped``; imports torch."""
+        module, _, name = kind.partition(".")
+        return getattr(import_module(f"megatron_lowprec.linear.backends.{self.name}.{module}"), name)
+
 
 BACKENDS = (
     Backend(
@@ -65,6 +72,8 @@ BACKENDS = (
     Backend("emulated", why_not_emulated, "dense.EmulatedGemms", "grouped.GroupedEmulatedGemms"),
 )
 """A GEMM runs on the first row without a reason against it. The last row runs all GEMMs on all devices."""
+
+ROWS = {row.name: row for row in BACKENDS}
 
 _LATER = "sm9999"
 """A GPU to come."""

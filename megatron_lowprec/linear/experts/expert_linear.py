@@ -19,7 +19,7 @@ from megatron_lowprec.linear.layer_tensors import backward_gemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import once_differentiable, refuse
-from megatron_lowprec.linear.sharding.tensor_parallel import is_dtensor, waited
+from megatron_lowprec.linear.sharding.dtensors import is_dtensor, waited
 from megatron_lowprec.quantization.amax_history import AmaxHistory, empty_histories
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.layer_match import Layer

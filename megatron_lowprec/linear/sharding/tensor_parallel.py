@@ -7,41 +7,44 @@ amaxes, and draws from the shard's place in the unsharded weight. Collectives of
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron_lowprec.comm.maximum import maximum_over
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.linear.layer_histories import LayerGroup
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.once_differentiable import once_differentiable
+from megatron_lowprec.linear.sharding.dtensors import is_dtensor
 from megatron_lowprec.recipe.coverage import LinearSite, indivisible
-
-if TYPE_CHECKING:
-    from megatron_lowprec.linear.lowprec_linear import LowPrecLayer
-
-UNFINISHED = "AsyncCollectiveTensor"
-"""Class of a tensor that a collective writes; views of it do not wait."""
+from megatron_lowprec.recipe.recipe import Recipe
 
 _SPLITS = {0: "O", 1: "I"}
-_bound: WeakKeyDictionary[LowPrecLayer, tuple[Any, Any]] = WeakKeyDictionary()  # layer -> mesh, placement of its weight
 
 
-def is_dtensor(tensor: object) -> bool:
-    """Whether a tensor is a DTensor; by name, because its import takes longer than a conversion."""
-    return type(tensor).__name__ == "DTensor"
+class MeshLayer(Protocol):
+    """What is used of a ``LowPrecLayer``."""
+
+    recipe: Recipe
+    linear_gemms: LinearGemms
+    group: LayerGroup | None
+    bias: nn.Parameter | None
+
+    @property
+    def weight_OI(self) -> torch.Tensor: ...  # noqa: N802 - a shape suffix
+
+    def forward_local(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
 
 
-def waited(tensor: Any) -> Any:
-    """What a collective of DTensor writes, after its end: a kernel would get the address 0. A copy under autograd."""
-    if type(tensor).__name__ != UNFINISHED:
-        return tensor
-    return tensor.clone() if torch.is_grad_enabled() else tensor.wait()
+_bound: WeakKeyDictionary[MeshLayer, tuple[Any, Any]] = WeakKeyDictionary()  # layer -> mesh, placement of its weight
 
 
-def _forward_on_mesh(layer: LowPrecLayer, x: Any) -> Any:
+def _forward_on_mesh(layer: MeshLayer, x: Any) -> Any:
     """The layer's output as a DTensor, from an input that is one on the weight's mesh.
 
     A weight in Shard(0) (``ColwiseParallel``) takes x replicated and gives y sharded by features; one in Shard(1)
@@ -91,7 +94,7 @@ class _PartOfSum(torch.autograd.Function):
         return grad, None
 
 
-def _check(layer: LowPrecLayer, x: Any, weight: Any) -> None:
+def _check(layer: MeshLayer, x: Any, weight: Any) -> None:
     name = layer.linear_gemms.linear_id.name
     if not is_dtensor(weight):
         raise UserError(
@@ -118,7 +121,7 @@ def _check(layer: LowPrecLayer, x: Any, weight: Any) -> None:
         )
 
 
-def _bind(layer: LowPrecLayer, weight: Any, split: str) -> None:
+def _bind(layer: MeshLayer, weight: Any, split: str) -> None:
     """Give the layer the GEMMs of this rank's shard."""
     mesh, gemms = weight.device_mesh, layer.linear_gemms
     group, rank, ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
@@ -132,7 +135,7 @@ def _bind(layer: LowPrecLayer, weight: Any, split: str) -> None:
     _bound[layer] = mesh, weight.placements[0]
 
 
-def _check_sizes(layer: LowPrecLayer, weight: Any, split: str, ranks: int) -> None:
+def _check_sizes(layer: MeshLayer, weight: Any, split: str, ranks: int) -> None:
     linear_id, recipe = layer.linear_gemms.linear_id, layer.linear_gemms.recipe
     size, (out_features, in_features) = weight.shape["OI".index(split)], weight.shape
     asked = f"{linear_id.name} is sharded over {ranks} tensor-parallel ranks"
@@ -145,7 +148,7 @@ def _check_sizes(layer: LowPrecLayer, weight: Any, split: str, ranks: int) -> No
         raise UserError(f"{asked}, and under recipe {layer.recipe.name} {' '.join(found)}: {kept}")
 
 
-def _replica(layer: LowPrecLayer, shards: dist.ProcessGroup) -> int:
+def _replica(layer: MeshLayer, shards: dist.ProcessGroup) -> int:
     """The data-parallel rank of this rank, equal on all ranks that hold shards of one weight.
 
     ``convert`` was given it or a group with one rank of each such mesh, or all ranks: then it is the place of this

@@ -1,23 +1,19 @@
-"""A transformer layer's captured passes: its forward and its backward as one recording each, and their replay."""
+"""A transformer layer's captured passes: its forward and its backward as one recording each."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.graphs.graph_recorder import Recorder, Recording
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
-
-if TYPE_CHECKING:
-    from megatron_lowprec.mcore.graphs.layer_graphs import LayerGraphs
 
 
 class CaptureError(UserError):
@@ -162,37 +158,3 @@ class CapturedLayer:
         finally:
             for (part, name), weight in zip(self._places, self.weights, strict=True):
                 part._parameters[name] = weight
-
-
-@once_differentiable("a layer captured as a CUDA graph")
-class Replay(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx, graphs: LayerGraphs, layer: CapturedLayer, captured: Pass, x: torch.Tensor, *weights: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.layer, ctx.captured, ctx.graphs, ctx.replayed = layer, captured, graphs, graphs.replayed
-        if x.data_ptr() != captured.x.data_ptr():
-            captured.x.copy_(x)
-        captured.forward.replay()
-        # autograd sets attributes on returned tensors
-        return captured.y.detach()
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        layer, captured = ctx.layer, ctx.captured
-        if ctx.replayed != ctx.graphs.replayed:
-            raise UserError(
-                "CUDA graphs hold the activations of one microbatch, and the next began before its backward pass: run "
-                "each backward pass before the next forward pass, or use --cuda-graph-impl none"
-            )
-        if dy.data_ptr() != captured.dy.data_ptr():
-            captured.dy.copy_(dy)
-        captured.backward.replay()
-        for linear_gemms in layer.linear_gemms:
-            linear_gemms.main_grad_is_zero = False
-        for weight in layer.weights:
-            weight.grad_added_to_main_grad = True
-            if hasattr(weight, "stored_gradient"):
-                weight.stored_gradient.replayed()
-        # autograd copies a gradient with other references: return new tensors over the same memory
-        return None, None, None, captured.dx.detach(), *[dummy.detach() for dummy in layer.dummies]

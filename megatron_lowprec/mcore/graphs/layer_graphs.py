@@ -36,7 +36,8 @@ from torch import nn
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.mcore.graphs.captured_layer import Call, CapturedLayer, CaptureError, Pass, Replay
+from megatron_lowprec.linear.once_differentiable import once_differentiable
+from megatron_lowprec.mcore.graphs.captured_layer import Call, CapturedLayer, CaptureError, Pass
 from megatron_lowprec.mcore.graphs.graph_recorder import CudaRecorder, Recorder
 from megatron_lowprec.mcore.layers.parallel_linear import await_weights
 from megatron_lowprec.mcore.patches import bind
@@ -172,7 +173,7 @@ class LayerGraphs:
             )
         for part in layer.owners:
             await_weights(part)
-        return Replay.apply(self, layer, layer.passes[self._later], hidden_states, *layer.weights), None
+        return _Replay.apply(self, layer, layer.passes[self._later], hidden_states, *layer.weights), None
 
     def _capture(self) -> None:
         started = time.perf_counter()
@@ -228,6 +229,40 @@ class LayerGraphs:
             for linear_gemms in self._linear_gemms:
                 linear_gemms.weight_cache.clear()
                 linear_gemms.weight_cache.under_capture = linear_gemms.main_grad_is_zero = False
+
+
+@once_differentiable("a layer captured as a CUDA graph")
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, graphs: LayerGraphs, layer: CapturedLayer, captured: Pass, x: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.layer, ctx.captured, ctx.graphs, ctx.replayed = layer, captured, graphs, graphs.replayed
+        if x.data_ptr() != captured.x.data_ptr():
+            captured.x.copy_(x)
+        captured.forward.replay()
+        # autograd sets attributes on returned tensors
+        return captured.y.detach()
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        layer, captured = ctx.layer, ctx.captured
+        if ctx.replayed != ctx.graphs.replayed:
+            raise UserError(
+                "CUDA graphs hold the activations of one microbatch, and the next began before its backward pass: run "
+                "each backward pass before the next forward pass, or use --cuda-graph-impl none"
+            )
+        if dy.data_ptr() != captured.dy.data_ptr():
+            captured.dy.copy_(dy)
+        captured.backward.replay()
+        for linear_gemms in layer.linear_gemms:
+            linear_gemms.main_grad_is_zero = False
+        for weight in layer.weights:
+            weight.grad_added_to_main_grad = True
+            if hasattr(weight, "stored_gradient"):
+                weight.stored_gradient.replayed()
+        # autograd copies a gradient with other references: return new tensors over the same memory
+        return None, None, None, captured.dx.detach(), *[dummy.detach() for dummy in layer.dummies]
 
 
 def _other_gradients(model: Any, weights: Sequence[nn.Parameter]) -> dict[Any, list[torch.Tensor]]:

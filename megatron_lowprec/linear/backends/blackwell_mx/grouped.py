@@ -37,7 +37,7 @@ class GroupedBlackwellMxGemms(GroupedBackend):
 
     @cached_property
     def _backends(self) -> list[BlackwellMxGemms]:
-        return [cast(BlackwellMxGemms, expert.backends.built(self.name)) for expert in self._experts]
+        return [cast(BlackwellMxGemms, expert.built(self.name)) for expert in self._experts]
 
     def why_not(self, gemm: str, weight: torch.Tensor) -> str | None:
         """As ``GroupedBackend``."""
@@ -48,13 +48,13 @@ class GroupedBlackwellMxGemms(GroupedBackend):
             return "products failed their check"
         if isinstance(weight, Fp8Weight):
             return "weights that are stored as codes are multiplied one after the other"
-        if gemm != "wgrad" and product_of(gemm, self._experts[0].recipe.gemms[gemm], arch) != "scaled_mm":
+        if gemm != "wgrad" and product_of(gemm, self._recipe.gemms[gemm], arch) != "scaled_mm":
             return "torch's grouped product takes MXFP8 of E4M3 without headroom, and NVFP4"
         return None
 
     def fuses_directions(self, tensor: str) -> bool:
         """As ``GroupedBackend``: where an expert's own cast may."""
-        return self._experts[0].backends.resolved.one_cast[tensor] is not None
+        return self._experts[0].resolved.one_cast[tensor] is not None
 
     def quantize(
         self, tensor: str, matrix: torch.Tensor, tokens: Sequence[int], rng_step: RngStep, request: CastRequest
@@ -103,7 +103,7 @@ class GroupedBlackwellMxGemms(GroupedBackend):
         device, alpha = a.codes.device, self._backends[0].alpha[name]
         ends = torch.tensor(tokens, device="cpu").cumsum(0).to(torch.int32).to(device)
         product = _product(device)
-        spec = self._experts[0].recipe.gemms[name]
+        spec = self._recipe.gemms[name]
         sizes = a.codes.shape[0].bit_length(), 0 in tokens, *b.codes.shape
         key = ("experts", name, *sizes, spec, alpha, out_dtype)
         options: dict[str, Any] = {"alpha": alpha, "out_dtype": out_dtype}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -15,6 +15,7 @@ from megatron_lowprec.kernels.quantize.rule import MxRule
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
 from megatron_lowprec.linear.backends.grouped_protocol import GroupedBackend, GroupOperand, GroupOperands
 from megatron_lowprec.linear.backends.protocol import CastRequest
+from megatron_lowprec.linear.backends.resolved import LayerBackends
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.amax_history import raise_newest
 from megatron_lowprec.quantization.device_rng_step import device_rng_step
@@ -24,10 +25,6 @@ from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.transform import Transform
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
-
-if TYPE_CHECKING:
-    from megatron_lowprec.linear.linear_gemms import LinearGemms
-
 
 _KNOWN_BLOCKS = (
     "kernels quantize blocks of 16, 32 or 64 entries with E8M0 or coded scales, no outer blocks, square ones to nearest"
@@ -40,12 +37,12 @@ class GroupedEmulatedGemms(GroupedBackend):
     Its kernels take the experts' keys and addresses from a table.
     """
 
-    def __init__(self, experts: Sequence[LinearGemms], name: str) -> None:
+    def __init__(self, experts: Sequence[LayerBackends], name: str) -> None:
         super().__init__(experts, name)
         self._first = self._backend_of(experts[0])
 
-    def _backend_of(self, expert: LinearGemms) -> EmulatedGemms:
-        return cast(EmulatedGemms, expert.backends.built(self.name))
+    def _backend_of(self, expert: LayerBackends) -> EmulatedGemms:
+        return cast(EmulatedGemms, expert.built(self.name))
 
     @cached_property
     def _backends(self) -> list[EmulatedGemms]:  # a group is built in each forward pass, and may quantize nothing
@@ -144,7 +141,7 @@ class GroupedEmulatedGemms(GroupedBackend):
         if spec.scaling == "delayed" and update_amax:
             rule = self._rule(name, spec)
             amax = load("grouped_quantize").amaxes_of_groups(sources, rule, columnwise=False)
-            raise_newest([gemms.histories[tensor] for gemms in self._experts], amax)
+            raise_newest(self._histories(tensor), amax)
         if spec.source == "fprop":
             of_fprop = self._first.specs["fprop", tensor]
             assert of_fprop is not None
@@ -179,7 +176,7 @@ class GroupedEmulatedGemms(GroupedBackend):
         spans = (stream.row_span, stream.column_span)
         amax = None
         if rule.target is not None and spec.scaling == "delayed":
-            histories = [gemms.histories[tensor] for gemms in self._experts]
+            histories = self._histories(tensor)
             amax = torch.cat([history.cells(slot)[0] for history, slot in histories])
         elif rule.target is not None:
             amax = op.amaxes_of_groups(sources, rule, columnwise=columnwise, signs=signs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
@@ -11,14 +11,12 @@ from megatron_lowprec.kernels.dispatch import load, transpose_groups
 from megatron_lowprec.linear.backends.grouped_protocol import GroupedBackend, GroupOperand, GroupOperands
 from megatron_lowprec.linear.backends.hopper_fp8.dense import HopperFp8Gemms, rule_of
 from megatron_lowprec.linear.backends.protocol import CastRequest
+from megatron_lowprec.linear.backends.resolved import LayerBackends
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
-
-if TYPE_CHECKING:
-    from megatron_lowprec.linear.linear_gemms import LinearGemms
 
 _BLOCK = 128
 _BLOCKS = {"input": "1x128", "weight": "128x128", "grad_output": "1x128"}
@@ -34,13 +32,13 @@ class GroupedHopperFp8Gemms(GroupedBackend):
     all experts: a block has entries of one expert only.
     """
 
-    def __init__(self, experts: Sequence[LinearGemms], name: str) -> None:
+    def __init__(self, experts: Sequence[LayerBackends], name: str) -> None:
         super().__init__(experts, name)
-        self._first = cast(HopperFp8Gemms, experts[0].backends.built(name))
+        self._first = cast(HopperFp8Gemms, experts[0].built(name))
 
     def why_not(self, gemm: str, weight: torch.Tensor) -> str | None:
         """As ``GroupedBackend``."""
-        specs = {tensor: getattr(self._experts[0].recipe.gemms[gemm], tensor) for tensor in GEMM_OPERANDS[gemm]}
+        specs = {tensor: getattr(self._recipe.gemms[gemm], tensor) for tensor in GEMM_OPERANDS[gemm]}
         found = {tensor: None if spec is None else spec.granularity for tensor, spec in specs.items()}
         blocks = {tensor: _BLOCKS[tensor] for tensor in specs}
         known = found in (dict.fromkeys(specs, "tensor"), dict.fromkeys(specs, "row"))
@@ -177,8 +175,8 @@ class GroupedHopperFp8Gemms(GroupedBackend):
         """Rowwise and columnwise codes of each expert's tensor, with a scale each."""
         spec, op, observed = self._spec(tensor, columnwise=not rowwise), load("grouped_cast_fp8"), None
         if spec.scaling == "delayed":
-            histories = [gemms.histories[tensor] for gemms in self._experts]
-            amax, newest = zip(*(history.cells(slot) for history, slot in histories), strict=True)
+            cells = (history.cells(slot) for history, slot in self._histories(tensor))
+            amax, newest = zip(*cells, strict=True)
             observed = newest if update_amax else None
         else:
             current = op.amax_of_groups(sources)
@@ -191,7 +189,7 @@ class GroupedHopperFp8Gemms(GroupedBackend):
         return GroupOperands(*(None if data is None else GroupOperand(data, found.scale) for data in directions))
 
     def _spec(self, tensor: str, columnwise: bool = False) -> QuantSpec:
-        spec: QuantSpec = getattr(self._experts[0].recipe.gemms[SIDES[tensor][columnwise]], tensor)
+        spec: QuantSpec = getattr(self._recipe.gemms[SIDES[tensor][columnwise]], tensor)
         return spec
 
 

@@ -66,7 +66,7 @@ def test_no_table_of_option_names_is_outside_of_the_declarations() -> None:
 
 
 def _reads_of_one_group() -> Iterator[str]:
-    """Functions with a ``config: Config`` of which they read the options of one group, and which they do not pass on."""
+    """Functions with a ``config: Config`` of which they read one group of options, and pass it on to none."""
     groups = {name: group.__name__ for group in GROUPS for name in options_in(*Part, groups=(group,))}
     for path in sorted(PACKAGE.rglob("*.py")):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -40,6 +40,8 @@ def _why_not_fp8(config: Config, recipe: Recipe) -> str | None:
     """Why weights are not FP8 codes by default; None if they are."""
     if not _has_primary_weights(recipe) or recipe.phases:
         return f"recipe {recipe.name} does not keep one FP8 weight for fprop and dgrad"
+    if recipe.changes_training:
+        return f"recipe {recipe.name} sets the storage of its state, and keeps bf16 weights"
     if has_experts(config):
         return "its cost is not measured with experts"
     needs = {"--use-distributed-optimizer": config.use_distributed_optimizer, "--bf16": config.bf16}

@@ -56,6 +56,7 @@ def test_large_models_need_no_more_than_in_bf16(name: str, microbatches: int) ->
         ("gpt_1.3b", "fp8_current", [], True, True),
         ("gpt_1.3b", "bf16", [], False, False),
         ("gpt_1.3b", "mxfp8", [], False, True),
+        ("gpt_1.3b", "fp8_lm_o2", [], False, True),  # else it would be fp8_lm_o3
         ("gpt_1.3b", "fp8_current", ["--no-fp8-param-gather", "--no-save-memory"], False, False),
         ("gpt_1.3b", "fp8_current", ["--no-use-distributed-optimizer", "--no-overlap-param-gather"], False, True),
         ("gpt_1.3b", "fp8_current", ["--rerun-in-bf16", "layers.1.*"], False, True),
@@ -73,4 +74,4 @@ def test_they_are_on_from_a_billion_parameters_on(
     for option, on in {"fp8-param-gather": fp8_param_gather, "save-memory": save_memory}.items():
         assert any(note.startswith(f"--{option} is on") for note in notes) == (on and option not in given), notes
     off = [note for note in notes if note.startswith("--fp8-param-gather is off")]
-    assert len(off) == (save_memory and recipe == "fp8_current" and not fp8_param_gather), notes
+    assert len(off) == (save_memory and recipe in ("fp8_current", "fp8_lm_o2") and not fp8_param_gather), notes

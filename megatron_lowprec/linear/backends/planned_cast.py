@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
 from megatron_lowprec.kernels.dispatch import load
@@ -41,6 +39,8 @@ def _launch(matrix: Any, amax: Any, x: Tensor, rule: Fp8Rule, request: CastReque
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
     from torch._inductor import ir
     from torch._inductor.lowering import empty_strided, full
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     rows, columns, sums = request.rowwise, request.columnwise, request.sums
     with unset_fake_temporarily():  # tilings are measured

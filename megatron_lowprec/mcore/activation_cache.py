@@ -30,7 +30,8 @@ def bind_activations(recipe: Recipe, layer: TransformerLayer, save_memory: bool 
     if hasattr(attention, "linear_proj"):
         _bind_attention(attention, spec.attention_output)
         # a delayed scale must be the forward pass's
-        attention.linear_proj.casts_again = save_memory and not recipe.moves_within_steps
+        again = save_memory and not recipe.moves_within_steps and _saves_output(attention)
+        attention.linear_proj.casts_again = again
     mlps = [module for module in layer.mlp.modules() if isinstance(module, MLP)]
     for mlp in mlps:
         cached = isinstance(mlp, CachedSwigluMLP) and isinstance(mlp.linear_fc2, LowPrecRowParallelLinear)
@@ -42,6 +43,11 @@ def bind_activations(recipe: Recipe, layer: TransformerLayer, save_memory: bool 
             )
         if cached:
             mlp.swiglu_format = FORMATS.get(spec.swiglu_input)
+
+
+def _saves_output(attention: Any) -> bool:
+    """Whether core attention saves its output; else linear_proj's codes of it take less than the output itself."""
+    return not (isinstance(attention.core_attention, DotProductAttention) or attention.checkpoint_core_attention)
 
 
 def _bind_attention(attention: Any, form: str) -> None:

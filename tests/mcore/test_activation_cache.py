@@ -215,7 +215,7 @@ def test_linear_proj_takes_the_decoded_output() -> None:
 
 
 # ---- binding
-def bound_layer(recipe: Recipe, *, stock: bool = False, **options: Any) -> Any:
+def bound_layer(recipe: Recipe, *, stock: bool = False, attention: str = "auto", **options: Any) -> Any:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import build_module
 
@@ -225,7 +225,8 @@ def bound_layer(recipe: Recipe, *, stock: bool = False, **options: Any) -> Any:
     model_parallel_cuda_manual_seed(1)
     sizes = {"hidden_size": 128, "ffn_hidden_size": FFN, "add_bias_linear": False, **SWIGLU}
     config = config_of(**{**sizes, **options})
-    layer = build_module(gpt_block_spec(config, no_lowprec_linears=stock).layer_specs[0], config, layer_number=1)
+    spec = gpt_block_spec(config, no_lowprec_linears=stock, attention_backend=attention)
+    layer = build_module(spec.layer_specs[0], config, layer_number=1)
     bind_layer(RecipeRuntime(recipe, torch.device("cpu"), num_layers=1, seed=1, accumulate_wgrad=False), layer)
     return layer
 
@@ -239,6 +240,24 @@ def test_binding_sets_and_clears_the_formats() -> None:
     assert names == ["e5m6", "e4m3"]
     bind_activations(get_recipe("bf16"), layer)
     assert attention.core_attention.output_format is attention.linear_proj.input_format is mlp.swiglu_format is None
+
+
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [
+        ({}, True),
+        ({"attention": "local"}, False),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, False),
+    ],
+    ids=["saved", "unfused", "recomputed"],
+)
+def test_save_memory_keeps_codes_of_an_output_that_nothing_else_saves(options: dict[str, Any], again: bool) -> None:
+    from megatron_lowprec.mcore.activation_cache import bind_activations
+
+    recipe = get_recipe("fp8_current")
+    layer = bound_layer(recipe, **options)
+    bind_activations(recipe, layer, save_memory=True)
+    assert layer.self_attention.linear_proj.casts_again == again
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

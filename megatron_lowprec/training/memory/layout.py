@@ -60,7 +60,8 @@ class Execution:
 
     def casts_again(self, config: TrainingOptions) -> bool:
         """Whether --save-memory lets linear_proj save no codes beside attention's output."""
-        return bool(config.save_memory) and not self.recipe.moves_within_steps
+        saved = config.attention_backend != "local" and config.recompute_granularity != "selective"
+        return bool(config.save_memory) and saved and not self.recipe.moves_within_steps
 
     def recomputes_gelu(self, config: Config) -> bool:
         """Whether --recompute-gelu recomputes the input of linear_fc2 in the backward pass."""

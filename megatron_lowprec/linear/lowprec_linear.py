@@ -195,8 +195,8 @@ def _run(layer: LowPrecLayer, x: torch.Tensor, weight: torch.Tensor, bias: torch
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         # Triton launches on the current device; in the backward pass autograd sets it
         with torch.cuda.device_of(x):
-            return _apply(*arguments)  # type: ignore[no-any-return]
-    return _apply(*arguments)  # type: ignore[no-any-return]
+            return _apply(*arguments)
+    return _apply(*arguments)
 
 
 _run_outside_graph = torch.compiler.disable(_run, reason="FSDP2 gathers the codes of a weight outside the graph")

@@ -23,13 +23,14 @@ def give_lowering(operator: Any, rule_of: RuleOf) -> None:
     """Let Inductor lower ``traced.planned_cast``."""
     from torch._inductor.lowering import register_lowering
 
-    @register_lowering(operator, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+    @register_lowering(operator, type_promotion_kind=None)
     def lower(
         matrix: Any, amax: Any, key: int, backend: str, tensor: str, request: list[bool], kernels: str
     ) -> list[Any]:
         from torch._inductor.virtualized import V
 
-        node, asked = V.graph.current_node, CastRequest(*request)
+        node: Any = V.graph.current_node
+        asked = CastRequest(*request)
         x: Tensor = node.args[0].meta["val"]
         return _launch(matrix, amax, x, rule_of(x.device, key, backend, tensor, asked), asked, node.meta["val"])
 

@@ -118,8 +118,8 @@ def keeps_all(recipe: Recipe, sites: Iterable[LinearSite], num_layers: int) -> b
 
 
 def cached_weights(recipe: LinearRecipe, save_memory: bool = False) -> list[str]:
-    """The GEMMs whose quantized weight, equal in a step's microbatches, is cached; under ``save_memory`` none beside a
-    weight that stays in the compute dtype.
+    """The GEMMs whose quantized weight, equal in a step's microbatches, is cached; under ``save_memory`` only
+    where a layer can store the weight as FP8 codes.
     """
     if save_memory and primary_weight_spec(recipe) is None:
         return []

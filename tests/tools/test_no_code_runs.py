@@ -316,8 +316,9 @@ def test_every_flag_that_names_a_checkpoint_is_walked() -> None:
     found = {(program, name) for program, path in tools().items() for name in flags(path)}
     for group in GROUPS:
         for field in group.__dataclass_fields__.values():
-            of_folders = KINDS[field.name].element is str and "folder" in field.metadata["help"]
-            if of_folders and re.search("checkpoint|load", field.name + field.metadata["help"]):
+            text = field.metadata["option"].help
+            of_folders = KINDS[field.name].element is str and "folder" in text
+            if of_folders and re.search("checkpoint|load", field.name + text):
                 found.add(("pretrain_gpt.py", flag(field.name)))
     assert found == set(READERS) | OTHERS
 

@@ -27,7 +27,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.checkpoint import safe_load
 from megatron_lowprec.training.config.arguments import KINDS, flag
-from megatron_lowprec.training.config.options import GROUPS
+from megatron_lowprec.training.config.options import OPTIONS
 from tests.tools.test_fuzz import MODULES
 from tests.training.checkpoint.foreign import CRAFTS, MARKER, Foreign, change, common, common_object, objects, saved
 from tests.training.checkpoint.forms import common_as_file, common_as_object
@@ -314,12 +314,10 @@ def tools() -> dict[str, Path]:
 
 def test_every_flag_that_names_a_checkpoint_is_walked() -> None:
     found = {(program, name) for program, path in tools().items() for name in flags(path)}
-    for group in GROUPS:
-        for field in group.__dataclass_fields__.values():
-            text = field.metadata["option"].help
-            of_folders = KINDS[field.name].element is str and "folder" in text
-            if of_folders and re.search("checkpoint|load", field.name + text):
-                found.add(("pretrain_gpt.py", flag(field.name)))
+    for name, option in OPTIONS.items():
+        of_folders = KINDS[name].element is str and "folder" in option.help
+        if of_folders and re.search("checkpoint|load", name + option.help):
+            found.add(("pretrain_gpt.py", flag(name)))
     assert found == set(READERS) | OTHERS
 
 

@@ -192,11 +192,8 @@ def _run(layer: LowPrecLayer, x: torch.Tensor, weight: torch.Tensor, bias: torch
     # a pass in training without gradients is recorded by its recomputation
     update_amax = layer.training and torch.is_grad_enabled()
     arguments = x, weight, bias, linear_gemms, layer.rng_step, update_amax
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
-        # Triton launches on the current device; in the backward pass autograd sets it
-        with torch.cuda.device_of(x):
-            return _apply(*arguments)
-    return _apply(*arguments)
+    with torch.cuda.device_of(x):  # Triton launches on the current device; in the backward pass autograd sets it
+        return _apply(*arguments)
 
 
 _run_outside_graph = torch.compiler.disable(_run, reason="FSDP2 gathers the codes of a weight outside the graph")

@@ -84,7 +84,7 @@ def test_settings_are_written_as_on_the_command_line() -> None:
         ("train-iters=1.5", "wants a whole number"),
         ("bf16=yes", "wants true or false"),
         ("seed=3", "it belongs to seeds:"),
-        ("optimizer=sgd", "'sgd' is not one of adam"),
+        ("optimizer=lion", "'lion' is not one of adam, muon, sgd"),
     ],
 )
 def test_settings_that_are_wrong(text: str, message: str) -> None:

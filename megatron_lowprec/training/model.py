@@ -96,7 +96,7 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
     optimizer, factor = build_optimizer(
         chunks,
         recipe,
-        _optimizer_config(config, transformer),
+        _optimizer_config(config, schedule, transformer),
         seed=config.seed,
         inner=config.optimizer,
         inner_options=_inner_options(config),
@@ -283,11 +283,11 @@ def _overlap(transformer: TransformerConfig, chunks: list[DistributedDataParalle
         transformer.param_sync_func = [c.start_param_sync for c in chunks] if several else chunks[0].start_param_sync
 
 
-def _optimizer_config(config: Config, transformer: TransformerConfig) -> OptimizerConfig:
+def _optimizer_config(config: Config, schedule: Schedule, transformer: TransformerConfig) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",  # build_optimizer replaces it
-        lr=config.lr,
-        min_lr=config.min_lr,
+        lr=schedule.max_lr,
+        min_lr=schedule.min_lr,
         weight_decay=config.weight_decay,
         adam_beta1=config.adam_beta1,
         adam_beta2=config.adam_beta2,

@@ -143,7 +143,7 @@ def test_what_an_example_has_beyond_is_refused_at_once(name: str) -> None:
 @pytest.mark.parametrize("words", [words.strip() for words in FREQUENT.split(";")])
 def test_a_frequent_flag_is_taken(words: str) -> None:
     needs = {"--no-position-embedding": "--position-embedding-type rope", "--manual-gc-interval 10": "--manual-gc"}
-    needs["--moe-router-dtype fp32"] = "--num-experts 2"
+    needs |= {"--moe-router-dtype fp32": "--num-experts 2", "--finetune": "--load out"}
     config, _ = parsed(f"{words} {needs.get(words, '')} --lr 1e-3")
     resolve_model(config)
 

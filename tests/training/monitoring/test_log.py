@@ -53,7 +53,8 @@ def test_log_line_puts_what_was_asked_for_in_megatron_s_order() -> None:
 
 
 def test_metrics_hold_every_step_and_losses_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, paths = run_paths(Config(save=str(tmp_path / "run"), train_iters=3, log_interval=2), "bf16")
+    sizes = {"train_iters": 3, "micro_batch_size": 1, "global_batch_size": 8}
+    config, paths = run_paths(Config(save=str(tmp_path / "run"), log_interval=2, **sizes), "bf16")
     log = RunLog(config, paths, writes=True, resumed_at=0, resolved={})
     for iteration, loss in ((1, 1.0), (2, math.nan), (3, 0.1)):
         log.step(row(iteration=iteration, loss=loss))

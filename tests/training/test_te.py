@@ -271,11 +271,13 @@ def test_a_broken_installation_is_one_line(tmp_path: Path) -> None:
     package = tmp_path / "site/transformer_engine"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
-    code = """
+    flags = argv(transformer_impl="transformer_engine", recipe="bf16")
+    code = f"""
 from megatron_lowprec import get_recipe
-from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.config.te_checks import prepare
-prepare(Config(transformer_impl="transformer_engine", micro_batch_size=1, seq_length=32), get_recipe("bf16"))
+prepare(resolve_run(resolve_model(parse({flags!r})[0]), 1, gpus=True), get_recipe("bf16"))
 """
     done = subprocess.run(
         [sys.executable, "-c", code],

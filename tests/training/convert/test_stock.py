@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import field, make_dataclass
+from dataclasses import asdict, field, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def stock_model(changes: dict[str, Any], out: Path) -> tuple[Namespace, Weights,
         mask = torch.ones(IDS.shape[1], IDS.shape[1], dtype=torch.bool).triu(1)[None, None]
         logits = model(IDS, positions, mask).float()
     # Defaults of Megatron-LM that the driver names otherwise, and much that it has not.
-    args = Namespace(**vars(config))
+    args = Namespace(**asdict(config))
     args.add_bias_linear, args.padded_vocab_size, args.iteration = not config.disable_bias_linear, ROWS, 7
     args.bias_gelu_fusion, args.apply_layernorm_1p, args.qk_layernorm = True, False, False
     folder = out / "iter_0000007"

@@ -285,7 +285,7 @@ class GroupedLinearGemms:
         found: GroupOperand | None = cache.get_group(name, backend.name)
         if found is None:
             found = backend.weights(name, weights, rng_step, update_amax)
-            if update_amax:
+            if update_amax and (primary or self.experts[0].caches_copies):
                 cache.put_group(name, backend.name, found)
         return found
 

@@ -50,7 +50,7 @@ class LinearGemms:
         reduce_amax: maximum over the ranks that share ``linear_id.split``; None without such ranks.
         cache_weights: cache quantized weights that are equal for all microbatches of a step, until
             ``weight_cache.clear``; costs a copy of the weight for each such GEMM.
-        save_memory: as ``cached_weights``.
+        save_memory: cache only operands of FP8 primary weights.
         histories: tensor -> its amax history and slot, of at least the recipe's tensors; None to make them.
         emulate: multiply in the compute dtype even if the device has FP8 GEMMs, or native ones of these backends.
         emulate_accumulator: as ``LayerContext``.
@@ -62,6 +62,7 @@ class LinearGemms:
         records: whether passes may record amaxes.
         main_grad_is_zero: lets the next ``wgrad`` overwrite ``accumulate_into``; ``wgrad`` resets it.
         weight_cache: weights of this step; empty without ``cache_weights``.
+        caches_copies: whether it takes quantized weights beside those in the compute dtype.
         transforms: Hadamard transforms of the GEMMs.
         backends: of the GEMMs; ``backends.resolve(weight)`` comes before the first pass.
     """
@@ -87,7 +88,8 @@ class LinearGemms:
         fixed: dict[str, Any] = {"linear_id": linear_id, "seed": seed, "reduce_amax": reduce_amax, "emulate": emulate}
         self._with: Callable[..., LinearGemms] = partial(LinearGemms, history_of=AmaxHistory, **fixed)
         self._fp8_sums = emulate_accumulator
-        self.weight_cache = QuantizedWeightCache(cached_weights(recipe, save_memory) if cache_weights else ())
+        self.weight_cache = QuantizedWeightCache(cached_weights(recipe) if cache_weights else ())
+        self.caches_copies = bool(self.weight_cache.gemms) and not save_memory
         given = histories if reads is None else reads
         self.histories = add_tensors(recipe.delayed_operands(), history_of) if given is None else dict(given)
         layer_amax = LayerAmax(linear_id, self.histories, reduce_amax, records=reads is None)
@@ -178,8 +180,9 @@ class LinearGemms:
         if gather is not None or (isinstance(x_TI, QuantizedTensor) and x.columnwise_data is None):
             codes, x = x, self._from_codes("input", x if gather is None else gather(x), columnwise=False)
         w, weight_amax = self._stored_weight("fprop", w_OI, backend, update_amax), None
-        caches = update_amax and bool(self.weight_cache.gemms)
-        if save_input and w is None and backend.fuses_producer and not self.weight_cache.holds("fprop"):
+        caches = update_amax and self.caches_copies
+        cached = self.caches_copies and self.weight_cache.holds("fprop")
+        if save_input and w is None and backend.fuses_producer and not cached:
             weight_amax = backend.weight_amax(w_OI)
         if w is None:
             both = caches and self._caches_both(backends, w_OI, rng_step)
@@ -291,7 +294,7 @@ class LinearGemms:
             quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, ROWWISE[dy.update_amax])
         w = self._stored_weight("dgrad", w_OI, backend, dy.update_amax)
         if w is None:
-            caches = dy.update_amax and bool(self.weight_cache.gemms)
+            caches = dy.update_amax and self.caches_copies
             both = caches and self._caches_both(backends, w_OI, rng_step)
             request = (BOTH if both else COLUMNWISE)[dy.update_amax]
             known = None if weight_amax is None else KnownAmax(weight_amax, reduced=True)

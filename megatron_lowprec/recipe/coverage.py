@@ -117,12 +117,8 @@ def keeps_all(recipe: Recipe, sites: Iterable[LinearSite], num_layers: int) -> b
     return recipe.quantized and not any(now.at(layer).quantized for now in recipe.stages for layer in layers)
 
 
-def cached_weights(recipe: LinearRecipe, save_memory: bool = False) -> list[str]:
-    """The GEMMs whose quantized weight, equal in a step's microbatches, is cached; under ``save_memory`` only
-    where a layer can store the weight as FP8 codes.
-    """
-    if save_memory and primary_weight_spec(recipe) is None:
-        return []
+def cached_weights(recipe: LinearRecipe) -> list[str]:
+    """The GEMMs whose quantized weight is equal in a step's microbatches."""
     found = [name for name, gemm in recipe.gemms.items() if gemm.weight is not None and not _draws_weight(gemm)]
     of_fprop = recipe.dgrad.weight is not None and recipe.dgrad.weight.source == "fprop"
     return [name for name in found if not (name == "dgrad" and of_fprop and _draws_weight(recipe.fprop))]

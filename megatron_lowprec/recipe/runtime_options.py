@@ -16,7 +16,7 @@ class RuntimeOptions(TypedDict, total=False):
             shard by the shard's amax. Histories of delayed scaling are always reduced.
         cache_weights: reuse quantized weights across the microbatches of a step.
         save_memory: compute inputs of quantized layers again in the backward pass instead of saving them twice, and
-            cache only weights that can be FP8 primary weights.
+            cache no quantized weight beside one in the compute dtype.
         emulate: multiply in the compute dtype even where the device has FP8 GEMMs, or native ones of these backends.
         emulate_accumulator: sum emulated GEMMs that ask for fast accumulation as Hopper's tensor cores do.
         rerun_in_bf16: globs of single GEMMs to run unquantized, such as ``layers.3.mlp.linear_fc1.dgrad``.

@@ -57,7 +57,9 @@ def grouped_ops(arch: str = "cpu") -> Iterator[list[str]]:
         yield taken
 
 
-def passes(name: str, accumulates: bool, saves: bool = True, primary: bool = False) -> dict[str, torch.Tensor]:
+def passes(
+    name: str, accumulates: bool, saves: bool = True, primary: bool = False, save_memory: bool = False
+) -> dict[str, torch.Tensor]:
     """Two microbatches through the experts of one layer; ``primary`` for FP8 primary weights."""
     recipe = NVFP4 if name == NVFP4.name else load_recipe(name)
     experts = [
@@ -67,6 +69,7 @@ def passes(name: str, accumulates: bool, saves: bool = True, primary: bool = Fal
             1,
             AmaxHistory,
             cache_weights=True,
+            save_memory=save_memory,
         )
         for expert in range(4)
     ]
@@ -241,7 +244,10 @@ def test_codes_of_fp8_primary_weights_are_those_of_each_linear_layer(name: str) 
     """The stored codes without a copy for fprop, one transposed copy a step for dgrad."""
     spec = primary_weight_spec(get_recipe(name))
     assert spec is not None
-    experts = [LinearGemms(get_recipe(name), LinearId(3, "fc1", i), 1, AmaxHistory, cache_weights=True) for i in (0, 1)]
+    experts = [
+        LinearGemms(get_recipe(name), LinearId(3, "fc1", i), 1, AmaxHistory, cache_weights=True, save_memory=True)
+        for i in (0, 1)
+    ]
     group = GroupedLinearGemms(experts)
     backend = grouped_backend("hopper_fp8", [gemms.backends for gemms in experts])
     assert backend is not None
@@ -260,13 +266,14 @@ def test_codes_of_fp8_primary_weights_are_those_of_each_linear_layer(name: str) 
             assert (data[i].data_ptr() == weight.codes.data_ptr()) is not columnwise
 
 
-@pytest.mark.parametrize("saves", [True, False])
-def test_grouped_row_wise_gemms_compute_what_the_loop_does(saves: bool) -> None:
+@pytest.mark.parametrize(("saves", "save_memory"), [(True, False), (False, False), (False, True)])
+def test_grouped_row_wise_gemms_compute_what_the_loop_does(saves: bool, save_memory: bool) -> None:
     want = passes("fp8_rowwise", accumulates=True)
     with grouped_ops("sm90") as taken:
-        got = passes("fp8_rowwise", accumulates=True, saves=saves)
-    # rows of x and dy in two microbatches and of the weights once; and their columns
-    assert (taken.count("cast_fp8"), taken.count("grouped_cast_fp8")) == (2 * 2 + 1, 2 * 2 + 1)
+        got = passes("fp8_rowwise", accumulates=True, saves=saves, save_memory=save_memory)
+    # rows of x and dy in two microbatches and of the weights, once unless memory is saved; and their columns
+    casts = 2 * 2 + (2 if save_memory else 1)
+    assert (taken.count("cast_fp8"), taken.count("grouped_cast_fp8")) == (casts, casts)
     for what, value in want.items():
         assert (got[what] - value).abs().max() <= ROUNDED[value.dtype] * value.abs().max(), what
 

@@ -45,6 +45,21 @@ def test_it_is_made_once_a_step_and_serves_passes_that_observe_nothing(
     assert not torch.equal(passes(2 * w.roll(1))[2], found[2])
 
 
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_blockwise", "mxfp8"])
+def test_no_copy_stays_beside_a_weight_to_save_memory(recipe: str) -> None:
+    layer = LinearId(1, "x")
+    saving, caching = (
+        LinearGemms(get_recipe(recipe), layer, 0, AmaxHistory, cache_weights=True, save_memory=saves)
+        for saves in (True, False)
+    )
+    x, w = torch.randn(2, 128, 128).bfloat16()
+    for linear_gemms in (saving, caching):
+        linear_gemms.forward(x, w, RngStep(0, 0), save_input=True)
+        linear_gemms.dgrad(x, w, RngStep(0, 0))
+    assert len(caching.weight_cache.tensors()) == 2
+    assert saving.weight_cache.tensors() == []
+
+
 def test_weights_cached_before_a_capture_are_not_used_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, weight = QuantizedWeightCache(["fprop"]), QuantizedTensor(torch.Size((1, 1)), torch.float32, None)
     cache.put("fprop", "emulated", weight)

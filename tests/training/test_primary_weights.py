@@ -380,6 +380,10 @@ def test_the_plan_counts_their_bytes(
     ordinary = plan(replace(config, fp8_param_gather=False), numerics, 256, 1).resident
     assert ordinary["weights"] - found.resident["weights"] == linear - scales
     assert ordinary["kept quantized weights"] == 2 * linear
+    saving = replace(config, save_memory=True)
+    assert plan(saving, numerics, 256, 1).resident["kept quantized weights"] == linear
+    unstored = plan(replace(saving, fp8_param_gather=False), numerics, 256, 1).resident
+    assert unstored["kept quantized weights"] == 0  # each microbatch casts its weights
 
 
 def bytes_of(weight: torch.Tensor) -> int:

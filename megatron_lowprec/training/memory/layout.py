@@ -13,7 +13,7 @@ from megatron_lowprec.quantization.quantizer import mx_rule
 from megatron_lowprec.recipe.coverage import LinearSite, primary_weight_spec, why_not_gathered
 from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.recipe import Recipe
-from megatron_lowprec.recipe.schema import LinearRecipe
+from megatron_lowprec.recipe.schema import LinearRecipe, QuantSpec
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import microbatches_of, virtual_stages
 from megatron_lowprec.training.models.architectures import architecture_of
@@ -67,10 +67,10 @@ class Execution:
         """Whether --recompute-gelu recomputes the input of linear_fc2 in the backward pass."""
         return config.recompute_gelu and self.fused and architecture_of(config).mlp.fuses_activation(config)
 
-    def keeps_primary_weights(self, config: Config) -> bool:
-        """Whether the weights of quantized layers are stored as FP8 codes only."""
+    def primary_weight(self, config: Config, site: LinearSite) -> QuantSpec | None:
+        """Spec of a linear layer's weight that is stored as FP8 codes only; None for one in the compute dtype."""
         asked = bool(config.fp8_param_gather) and config.transformer_impl == "local"
-        return asked and any(primary_weight_spec(linear) is not None for linear in self.recipe.linear_recipes)
+        return primary_weight_spec(self.linear(config, site.layer_number, site.name)) if asked else None
 
     def native_gemms(self, config: Config, site: LinearSite) -> frozenset[str]:
         """The GEMMs of a linear layer that run on a native backend, whose operands are codes."""

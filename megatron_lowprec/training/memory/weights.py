@@ -7,11 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lowprec.optimizer.optimizers import OPTIMIZERS
-from megatron_lowprec.recipe.coverage import (
-    LinearSite,
-    cached_weights,
-    primary_weight_spec,
-)
+from megatron_lowprec.recipe.coverage import LinearSite, cached_weights
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import data_parallel_size
 from megatron_lowprec.training.memory.layout import Execution, microbatches_of, stage_layers
@@ -147,8 +143,8 @@ def _kept_weights(config: Config, runs: Execution, gpus: int, stage: int) -> flo
     for site, weights in _quantized_layers(config, runs, stage):
         native = runs.native_gemms(config, site)
         linear = runs.linear(config, site.layer_number, site.name)
-        kept = cached_weights(linear, bool(config.save_memory))
-        if runs.keeps_primary_weights(config):  # only a transposed copy, which native GEMMs read
+        kept = [] if config.save_memory else cached_weights(linear)
+        if runs.primary_weight(config, site) is not None:  # only a transposed copy, which native GEMMs read
             kept = ["dgrad"] if "dgrad" in native else []
         elif len(kept) > 1 and runs.shares_weight(config, site):
             kept = kept[:1]
@@ -158,11 +154,9 @@ def _kept_weights(config: Config, runs: Execution, gpus: int, stage: int) -> flo
 
 def _saved_by_primary_weights(config: Config, runs: Execution, stage: int) -> float:
     """Bytes saved by storing one rank's weights as FP8 codes: the compute dtype's less a code's and its scale's."""
-    if not runs.keeps_primary_weights(config):
-        return 0.0
     saved = 0.0
     for site, weights in _quantized_layers(config, runs, stage):
-        spec = primary_weight_spec(runs.linear(config, site.layer_number, site.name))
+        spec = runs.primary_weight(config, site)
         if spec is not None:
             code = 1.0 + (8.0 / math.prod(spec.block) if spec.block else 0.0)  # a block's decode scale and amax, fp32
             saved += weights * (width_of(config) - code)

@@ -391,6 +391,14 @@ def test_quantized_weights_are_kept_for_several_microbatches(recipe: str, copies
     assert one.resident["kept quantized weights"] == 0
 
 
+def test_layers_without_an_fp8_weight_are_planned_as_bf16_ones() -> None:
+    recipe = load_recipe("fp8_current", ["rules=[{first: 1, gemms: mxfp8}]"])  # of two layers
+    config = small(global_batch_size=16, fp8_param_gather=True, use_distributed_optimizer=True)
+    layer = 12 * 128**2
+    found = [plan(replace(config, save_memory=saves), recipe, VOCABULARY, 1) for saves in (False, True)]
+    assert [each.resident["kept quantized weights"] for each in found] == [(2 * 2 + 1) * layer, layer]
+
+
 def test_operands_of_fprop_are_fp32_while_they_are_quantized_again() -> None:
     """x of wgrad beside its operand; w of dgrad, before x is there, counts where it is larger."""
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,7 +33,9 @@ class FakeLibrary:
 
     def _of(self, handle: ctypes.c_void_p) -> dict[str, Any]:
         assert handle.value is not None
-        return self.objects[handle.value - 1]
+        found = self.objects[handle.value - 1]
+        assert "destroyed" not in found
+        return found
 
     def cublasLtMatmulDescCreate(self, into: Any, compute: int, scale: int) -> int:
         assert (compute, scale) == (68, 0)  # CUBLAS_COMPUTE_32F, CUDA_R_32F
@@ -56,6 +59,16 @@ class FakeLibrary:
         return 0
 
     def cublasLtMatmulPreferenceDestroy(self, preference: Any) -> int:
+        return self._destroy(preference)
+
+    def cublasLtMatmulDescDestroy(self, description: Any) -> int:
+        return self._destroy(description)
+
+    def cublasLtMatrixLayoutDestroy(self, layout: Any) -> int:
+        return self._destroy(layout)
+
+    def _destroy(self, handle: Any) -> int:
+        self._of(handle)["destroyed"] = True
         return 0
 
     def cublasLtMatmulAlgoGetHeuristic(self, handle: int, description: Any, *arguments: Any) -> int:
@@ -93,13 +106,14 @@ def _number(address: int) -> float:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLibrary]:
     library = FakeLibrary()
     monkeypatch.setattr(cublaslt, "library", lambda: library)
     monkeypatch.setattr(cublaslt, "_handle", lambda: 7)
     monkeypatch.setattr(cublaslt, "_stream", lambda _: 9)
-    monkeypatch.setattr(cublaslt, "_plans", {})
-    return library
+    cublaslt.find_plan.cache_clear()
+    yield library
+    cublaslt.find_plan.cache_clear()
 
 
 def operands(
@@ -140,6 +154,17 @@ def test_a_plan_belongs_to_the_alignment_of_its_tensors(fake: FakeLibrary) -> No
         assert torch.equal(cublaslt.add_product_(*given, shifted), reference.add_product_(*given, out.clone()))
         assert (fake.preference["7"], fake.preference["8"]) == (alignment, alignment)
     assert fake.searches == 2
+
+
+def test_a_plan_that_others_push_out_frees_its_descriptors(fake: FakeLibrary) -> None:
+    limit = cublaslt.find_plan.cache_info().maxsize
+    assert limit is not None
+    for tokens in range(16, 16 * (limit + 4), 16):
+        a, b, out = torch.zeros(1, tokens).to(E5M2), torch.zeros(16, tokens).to(E4M3), torch.zeros(1, 16)
+        cublaslt.add_product_(a, b, torch.ones(1), torch.ones(1), out)
+    assert fake.searches == limit + 3
+    alive = [made for made in fake.objects if "destroyed" not in made]
+    assert len(alive) == 4 * limit  # a product's description, and a layout of each matrix
 
 
 def test_another_scale_is_read_by_the_same_plan(fake: FakeLibrary) -> None:

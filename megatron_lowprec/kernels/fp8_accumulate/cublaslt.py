@@ -8,6 +8,9 @@ process; it is off by default.
 from __future__ import annotations
 
 import ctypes
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,7 +25,6 @@ _MAX_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
 _WORKSPACE, _LARGEST_ALIGNMENT = 32 * 2**20, 256
 
 _enabled = False
-_plans: dict[Problem, Plan] = {}
 
 
 class _Heuristic(ctypes.Structure):
@@ -50,8 +52,9 @@ class Problem(NamedTuple):
     alignments: tuple[int, int, int]
 
 
-class Plan(NamedTuple):
-    """Descriptors of a product and the algorithm that cuBLASLt chose. They live as long as the process."""
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Descriptors of a product, destroyed with the plan, and the algorithm that cuBLASLt chose."""
 
     description: ctypes.c_void_p
     layouts: tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
@@ -101,10 +104,9 @@ def add_product_(
     alignments = tuple(_alignment(each.data_ptr()) for each in operands)
     sizes = a.shape[0], b.shape[0], a.shape[1]
     problem = Problem(a.device, *sizes, a.dtype, b.dtype, fast_accumulation, alignments)  # type: ignore[arg-type]
-    scales = b_scale.data_ptr(), a_scale.data_ptr()  # cuBLASLt's A is b
-    plan = find_plan(problem, scales)
-    for attribute, scale in zip((_SCALE_A, _SCALE_B), scales, strict=True):
-        _set(lt.cublasLtMatmulDescSetAttribute, plan.description, attribute, ctypes.c_void_p(scale))
+    plan = find_plan(problem)
+    for attribute, scale in ((_SCALE_A, b_scale), (_SCALE_B, a_scale)):  # cuBLASLt's A is b
+        _set(lt.cublasLtMatmulDescSetAttribute, plan.description, attribute, ctypes.c_void_p(scale.data_ptr()))
     one = ctypes.c_float(1.0)
     workspace = torch.empty(plan.found.workspace, dtype=torch.uint8, device=a.device)
     of_b, of_a, of_out = plan.layouts
@@ -119,24 +121,20 @@ def add_product_(
     return out
 
 
-def find_plan(problem: Problem, scales: tuple[int, int]) -> Plan:
-    """The plan of a problem, searched once; ``scales``: addresses of those of the product at hand."""
-    plan = _plans.get(problem)
-    if plan is None:
-        plan = _plans[problem] = _new_plan(problem, scales)
-    return plan
+@lru_cache(maxsize=256)
+def find_plan(problem: Problem) -> Plan:
+    """The plan of a problem, whose scales are those of its last product.
 
-
-def _new_plan(problem: Problem, scales: tuple[int, int]) -> Plan:
-    """cuBLASLt's matrices are stored by columns: it computes out.T [N, M] = b.T, transposed, times a.T."""
+    cuBLASLt's matrices are stored by columns: it computes out.T [N, M] = b.T, transposed, times a.T.
+    """
     lt = library()
     assert lt is not None
-    description = ctypes.c_void_p()
+    description, scale = ctypes.c_void_p(), torch.empty(1, device=problem.device)
     _check(lt.cublasLtMatmulDescCreate(ctypes.byref(description), _COMPUTE_32F, _DATA_TYPES[torch.float32]), problem)
     attributes = {
         _OPERATION_A: ctypes.c_int32(_TRANSPOSED),
-        _SCALE_A: ctypes.c_void_p(scales[0]),
-        _SCALE_B: ctypes.c_void_p(scales[1]),
+        _SCALE_A: ctypes.c_void_p(scale.data_ptr()),  # not read in the search
+        _SCALE_B: ctypes.c_void_p(scale.data_ptr()),
         _FAST_ACCUMULATION: ctypes.c_int8(problem.fast_accumulation),
     }
     for attribute, value in attributes.items():
@@ -162,7 +160,15 @@ def _new_plan(problem: Problem, scales: tuple[int, int]) -> Plan:
     )
     lt.cublasLtMatmulPreferenceDestroy(preference)
     _check(status or found.state or (0 if count.value else 15), problem)  # 15: CUBLAS_STATUS_NOT_SUPPORTED
-    return Plan(description, layouts, found)
+    plan = Plan(description, layouts, found)
+    weakref.finalize(plan, _destroy, lt, description, layouts).atexit = False
+    return plan
+
+
+def _destroy(lt: Any, description: ctypes.c_void_p, layouts: Iterable[ctypes.c_void_p]) -> None:
+    lt.cublasLtMatmulDescDestroy(description)
+    for layout in layouts:
+        lt.cublasLtMatrixLayoutDestroy(layout)
 
 
 def _layout(lt: Any, dtype: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
@@ -216,6 +222,8 @@ def typed(lt: Any) -> Any:
     pointer, integer, size, wide = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64
     lt.cublasLtMatmulDescCreate.argtypes = [pointer, integer, integer]
     lt.cublasLtMatmulDescSetAttribute.argtypes = [pointer, integer, pointer, size]
+    lt.cublasLtMatmulDescDestroy.argtypes = [pointer]
+    lt.cublasLtMatrixLayoutDestroy.argtypes = [pointer]
     lt.cublasLtMatrixLayoutCreate.argtypes = [pointer, integer, wide, wide, ctypes.c_int64]
     lt.cublasLtMatmulPreferenceCreate.argtypes = [pointer]
     lt.cublasLtMatmulPreferenceSetAttribute.argtypes = [pointer, integer, pointer, size]

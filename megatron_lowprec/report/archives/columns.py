@@ -20,6 +20,9 @@ Array = npt.NDArray[Any]
 Column = str | list[str]
 """A type of a column: ``int``, ``float`` or ``null``, or the list of its texts."""
 
+MOST_VALUES = 2**26
+"""Values of a table. Each has seven characters in its row or more, and all rows of an archive at most 2**29."""
+
 _WHOLE = 2**63
 
 
@@ -43,13 +46,16 @@ class RowTable:
         """Folder -> its rows.
 
         Raises:
-            ValueError: the arrays are not of these columns and rows.
+            ValueError: the arrays are not of these columns and rows, or have more than ``MOST_VALUES``: a column of
+                null takes memory here, and none in the file.
         """
         count = sum(map(_natural, self.rows.values()))
         if not self.arrays:
             raise ValueError(f"no column of {self.file} has values")
         if any(array.shape[-1:] != (count,) for array in self.arrays.values()):
             raise ValueError(f"a column has not {count} values")
+        if count * len(self.columns) > MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES:,} values in {self.file}")
         columns = {key: _values(kind, self.arrays.get(key), count) for key, kind in self.columns.items()}
         begin = 0
         for folder, rows in self.rows.items():

@@ -14,7 +14,7 @@ from safetensors.numpy import load, save
 from megatron_lowprec.commands import report_page as report
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.report.amounts import number, percent, signed
-from megatron_lowprec.report.archives import container, sources
+from megatron_lowprec.report.archives import columns, container, sources
 from megatron_lowprec.report.archives.columns import Column, RowTable
 from megatron_lowprec.report.archives.container import Content, write
 from megatron_lowprec.report.archives.packing import write_archive
@@ -129,7 +129,7 @@ def test_columns_that_do_not_fit_are_refused(tmp_path: Path, scratch: Path, cont
         found(scratch, hostile(tmp_path / "bad.safetensors.xz", content))
 
 
-@pytest.mark.parametrize("where", ["array", "text of rows", "members"])
+@pytest.mark.parametrize("where", ["array", "text of rows", "null columns", "members"])
 def test_an_archive_has_a_size_limit(
     tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -137,11 +137,16 @@ def test_an_archive_has_a_size_limit(
     for module in (container, sources):
         monkeypatch.setattr(module, "LARGEST", 10**6)
     monkeypatch.setattr(container, "MOST_MEMBERS", 20)
+    monkeypatch.setattr(columns, "MOST_VALUES", 10**4)
     archive = tmp_path / "bomb.safetensors.xz"
     if where == "array":
         hostile(archive, zeros=np.zeros(10**6, np.uint8))
     elif where == "members":
         hostile(archive, Content({f"run/{number}" for number in range(30)}))
+    elif where == "null columns":
+        hostile(
+            archive, table(count=1000, columns=dict.fromkeys(map(str, range(20)), "null"), iteration=np.arange(1000))
+        )
     else:
         hostile(archive, table(count=1000, columns={"iteration": ["x" * 10**4]}, iteration=np.zeros(1000, np.int64)))
     assert archive.stat().st_size < 10**4

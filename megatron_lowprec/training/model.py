@@ -88,9 +88,9 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
     if isinstance(model.runtime, RecipeRuntime):
         model.runtime.notes += describe_training_state(recipe)
         model.runtime.notes += rounded_sum_warnings(recipe.gradients, mpu.get_data_parallel_world_size())
-    on_gpu = torch.cuda.is_available() and config.transformer_impl == "local"
-    if on_gpu and not (config.no_lowprec_linears or config.no_gradient_accumulation_fusion):
-        accumulate_vocabulary_gradients(model.chunks)
+        accumulates = not (config.no_lowprec_linears or config.no_gradient_accumulation_fusion)
+        if torch.cuda.is_available() and accumulates:
+            model.runtime.notes += accumulate_vocabulary_gradients(model.chunks)
     loss_tokens = weigh_aux_losses(model.chunks) if config.calculate_per_token_loss else None
     chunks = _data_parallel(config, transformer, list(model.chunks))
     optimizer, factor = build_optimizer(

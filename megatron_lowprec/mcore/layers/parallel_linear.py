@@ -26,7 +26,7 @@ from megatron_lowprec.linear.linear_gemms import Gather, LinearGemms
 from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.collectives import ReduceScatter, gather_codes, gather_sequence, scatter_sequence
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_cache, attached_input, cached_amax
-from megatron_lowprec.mcore.optim.stored_gradient import writable_main_grad
+from megatron_lowprec.mcore.optim.stored_gradient import added_to_main_grad, writable_main_grad
 from megatron_lowprec.mcore.rng_step import StepCounter, current_rng_step
 from megatron_lowprec.quantization.amax_history import empty_histories, load_histories
 from megatron_lowprec.quantization.random_stream import RngStep
@@ -241,10 +241,7 @@ class LowPrecLinearMixin:
         """The weight gradient; or, once accumulated into an fp32 ``main_grad``, a dummy that DDP's hook drops."""
         main_grad = self.fp32_main_grad(weight)
         dw = linear_gemms.wgrad(dy, x, rng_step, accumulate_into=main_grad, amax=amax)
-        if main_grad is None:
-            return dw
-        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        return torch.empty_like(weight)
+        return dw if main_grad is None else added_to_main_grad(weight)
 
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any

@@ -161,6 +161,15 @@ def writable_main_grad(weight: torch.Tensor, overwrites: bool = False) -> torch.
     return getattr(weight, "main_grad", None)
 
 
+def added_to_main_grad(weight: torch.Tensor) -> torch.Tensor:
+    """Tell DDP's hook that ``main_grad`` has the weight's gradient; the dummy for autograd, of the weight's shape.
+
+    The hook drops the dummy, but adds that of a weight with Megatron-core's ``zero_out_wgrad``, which two layers use.
+    """
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+
+
 def has_finite_gradient(weight: torch.Tensor) -> bool:
     """Whether the reduced gradient of a weight is finite; True without one. Synchronizes with the device."""
     stored: StoredGradient | None = getattr(weight, "stored_gradient", None)

@@ -20,30 +20,50 @@ from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
-from megatron_lowprec.mcore.optim.stored_gradient import writable_main_grad
+from megatron_lowprec.mcore.optim.stored_gradient import added_to_main_grad, writable_main_grad
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.recipe.schema import LinearRecipe
 
 
-def accumulate_vocabulary_gradients(chunks: Iterable[nn.Module]) -> int:
-    """Let the embedding and the output layer of untied models add their gradients; returns how many layers do.
+def accumulate_vocabulary_gradients(chunks: Iterable[nn.Module]) -> list[str]:
+    """Let the embedding and the output layer of untied models add their gradients; a note about each that does not.
 
     A tied weight has one gradient for both, of which autograd is given the sum. Call it on GPUs, before training.
     """
-    count = 0
+    reasons: dict[str, str | None] = {}
     for model in (module for chunk in chunks for module in chunk.modules() if isinstance(module, GPTModel)):
         if model.share_embeddings_and_output_weights:
             continue
-        output: Any = getattr(model, "output_layer", None) if model.post_process else None
-        if type(output) is ColumnParallelLinear and output.bias is None:
-            output.__class__ = AccumulatingOutputLayer  # GPTModel builds its own
-            output.gemms = _UnquantizedGemms(output.tp_group)
-            count += 1
-        words: Any = model.embedding.word_embeddings if model.pre_process else None
-        if type(words) is VocabParallelEmbedding and words.tp_group.size() == 1 and not words.reduce_scatter_embeddings:
-            words.__class__ = AccumulatingEmbedding
-            count += 1
-    return count
+        # of a pipeline stage; for multi-token prediction the last one has an embedding as well
+        if hasattr(model, "embedding"):
+            reasons["embedding"] = _replace_embedding(model.embedding.word_embeddings)
+        if hasattr(model, "output_layer"):
+            reasons["output layer"] = _replace_output_layer(model.output_layer)
+    rounded = "its weight gradient passes through the compute dtype on its way to main_grad"
+    return [f"{name}: {rounded}, since {reason}" for name, reason in reasons.items() if reason is not None]
+
+
+def _replace_embedding(words: Any) -> str | None:
+    """Why it stays Megatron-core's; None if it does not."""
+    if type(words) is not VocabParallelEmbedding:
+        return f"its class is {type(words).__name__}"
+    if words.tp_group.size() > 1 or words.reduce_scatter_embeddings:
+        return "tensor-parallel ranks share it"
+    words.__class__ = AccumulatingEmbedding  # GPTModel builds its own
+    return None
+
+
+def _replace_output_layer(output: Any) -> str | None:
+    """As ``_replace_embedding``."""
+    if type(output) is not ColumnParallelLinear:
+        return f"its class is {type(output).__name__}"
+    if output.bias is not None:
+        return "it has a bias"
+    if output.config.defer_embedding_wgrad_compute:
+        return "defer_embedding_wgrad_compute leaves it until the pipeline is empty"
+    output.__class__ = AccumulatingOutputLayer
+    output.gemms = _UnquantizedGemms(output.tp_group)
+    return None
 
 
 class _UnquantizedGemms(LowPrecLinearMixin):
@@ -95,5 +115,4 @@ class _Lookup(torch.autograd.Function):
         assert main_grad is not None
         # sorts the ids and adds rows of one id in a fixed order
         main_grad.index_put_((ids.reshape(-1),), rows.float(), accumulate=True)
-        weight.grad_added_to_main_grad = True
-        return torch.empty_like(weight), None
+        return added_to_main_grad(weight), None

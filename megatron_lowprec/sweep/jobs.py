@@ -196,12 +196,12 @@ def _job(
     chosen += [word for override in recipe.recipe_override for word in ("--recipe-override", override)]
     arguments = [*chosen, "--seed", str(seed), *flags(options)]
     try:
-        config, _, _ = parse(arguments)
+        config, given, _ = parse(arguments)
         loaded = load_recipe(config.recipe, config.recipe_override)
         sizes = resolve_model(config)
         check_sizes(loaded, linear_sites(sizes), sizes.shape.num_layers, tensor_ranks(sizes))
         check_activations(loaded, linear_sites(sizes), tensor_ranks(sizes))
-        run = resolve_run(resolve_recipe(sizes, loaded)[0], processes, gpus=True)
+        run = resolve_run(resolve_recipe(sizes, loaded, given)[0], processes, gpus=True)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
     return Job(

@@ -25,6 +25,7 @@ from megatron_lowprec.training.checkpoint.changes import other_recipe
 from megatron_lowprec.training.checkpoint.save_lock import SaveLock
 from megatron_lowprec.training.config import te_checks
 from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.memory_options import memory_notes
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import keep_older_run, run_paths, same_folder
 from megatron_lowprec.training.config.phase_options import check_phase_iters, with_steps
@@ -88,17 +89,18 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
         notes.append(f"recipe {recipe.name} quantizes nothing in this model: its rules leave all layers out")
     if (config.fp8_param_gather or recipe.fp8_weights) and config.transformer_impl == "local":
         check_primary_weights(recipe)
-    config, more = resolve_recipe(config, recipe)
+    config, more = resolve_recipe(config, recipe, given)
     notes = notes + more
     _check_device(config)
     if config.explain_recipe:
-        _print_once(ranks, *notes, _explanation(config, recipe))
+        _print_once(ranks, *notes, *memory_notes(config, recipe, given), _explanation(config, recipe))
         return
     if config.memory_plan:
         from megatron_lowprec.kernels.dispatch import arch_here
 
         gpu = memory_report.this_gpu(ranks.local_rank) if config.device in (None, arch_here()) else None
-        _print_once(ranks, *notes, *memory_report.planned(config, recipe, ranks.world_size, gpu))
+        planned = memory_report.planned(config, recipe, ranks.world_size, gpu)
+        _print_once(ranks, *notes, *memory_notes(config, recipe, given), *planned)
         return
     _train(config, given, notes, recipe, ranks)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training import schedule as schedules
 from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
+from megatron_lowprec.training.config.memory_options import memory_notes
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths
 from megatron_lowprec.training.config.phase_options import continued_phases, with_steps
@@ -61,6 +62,7 @@ def plan_run(
     if found is not None and not config.finetune:
         config, more = saved_state.stored_weights(found, config, recipe, given)
         notes = notes + more
+    notes = notes + memory_notes(config, recipe, given)
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
     )

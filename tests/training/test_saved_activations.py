@@ -128,7 +128,7 @@ def test_options_that_exclude_formats_are_refused(name: str) -> None:
 
     def start() -> None:
         check_activations(recipe, linear_sites(config), config.tensor_model_parallel_size)
-        resolve_recipe(config, recipe)
+        resolve_recipe(config, recipe, frozenset())
 
     with pytest.raises(UserError, match=says):
         start()

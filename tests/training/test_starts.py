@@ -24,7 +24,7 @@ from megatron_lowprec.training.checkpoint.resume import Saved
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import GROUPS, Config, options_in
 from megatron_lowprec.training.config.paths import run_paths
-from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
 from megatron_lowprec.training.convert.hf_config import to_hf_config
 from megatron_lowprec.training.data.tokenizer import tokenizer_of
 from megatron_lowprec.training.distributed.startup import Ranks
@@ -191,12 +191,23 @@ NO_HUGGING_FACE = {"moe_tiny", "deepseek_tiny", "deepseek_16b", "moe_16b_mxfp8",
 NO_HUGGING_FACE |= {"gpt_2b_mxfp8"}
 
 
-def planned(name: str) -> RunPlan:
+def planned(name: str, *flags: str) -> RunPlan:
     """A start's plan on eight processes."""
-    config, given, notes = parse(["--config", str(SHIPPED / f"configs/models/{name}.yaml"), "--save", "out"])
-    config, _ = resume.source(resolve_run(resolve_model(config), 8, gpus=False))
+    config, given, notes = parse(["--config", str(SHIPPED / f"configs/models/{name}.yaml"), "--save", "out", *flags])
+    recipe = load_recipe(config.recipe, [])
+    config, more = resolve_recipe(resolve_model(config), recipe, given)
+    config, _ = resume.source(resolve_run(config, 8, gpus=False))
     config, paths = run_paths(config, config.recipe)
-    return plan_run(config, paths, given, notes, load_recipe(config.recipe, []), Ranks(0, 8, 0, 8))
+    return plan_run(config, paths, given, notes + more, recipe, Ranks(0, 8, 0, 8))
+
+
+def saved_at_7(content: dict[str, Any]) -> Saved:
+    """The checkpoint of a start with this content, in its folder."""
+    content = {**content, "progress": asdict(Progress(iteration=7, consumed_samples=7 * 64))}
+    folder = Path("out/iter_0000007")
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    return Saved(folder, yaml.safe_load((folder / "config.yaml").read_text()))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -205,11 +216,7 @@ def test_every_shipped_configuration_is_taken_by_the_tools(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     plan = planned(name)
-    content = {**plan.content, "progress": asdict(Progress(iteration=7, consumed_samples=7 * 64))}
-    folder = tmp_path / "out" / "iter_0000007"
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(content))
-    saved = Saved(folder, yaml.safe_load((folder / "config.yaml").read_text()))
+    saved = saved_at_7(plan.content)
     # inspect
     assert saved.recipe == plan.recipe
     # evaluate, and export: the model, on one process
@@ -241,6 +248,22 @@ def test_every_shipped_configuration_is_taken_by_the_tools(
         (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     found = find_runs([str(tmp_path / "run0"), str(tmp_path / "run1")], 0.5)[0]
     assert len(group_runs(found, "bf16")[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("stored", "note"), [(True, "is on, as from 1e9 parameters on"), (False, ": off, as in the checkpoint's run")]
+)
+def test_a_large_run_that_resumes_says_once_how_it_stores_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool, note: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = planned("gpt_1.3b", "--recipe", "fp8_current").content
+    saved_at_7({**start, "options": {**start["options"], "fp8_param_gather": stored}})
+    monkeypatch.setattr(resume.safe_load, "examine", lambda folder: None)
+    again = planned("gpt_1.3b", "--recipe", "fp8_current")
+    assert again.config.fp8_param_gather is stored
+    (said,) = (line for line in (*again.notes, *again.later_notes) if "--fp8-param-gather" in line)
+    assert note in said
 
 
 def other(value: Any) -> Any:

@@ -41,9 +41,9 @@ def main(asked: dict[str, Any]) -> None:
     per_rank, steps = asked["micro_batch"], asked["warm_up"] + asked["iterations"]
     batch = per_rank * ranks.world_size
     length = ["--global-batch-size", str(batch), "--train-iters", str(max(1000, steps))]
-    config, _, _ = parse([*asked["flags"], "--mock-data", "--micro-batch-size", str(per_rank), *length])
+    config, given, _ = parse([*asked["flags"], "--mock-data", "--micro-batch-size", str(per_rank), *length])
     recipe = load_recipe(config.recipe, config.recipe_override)
-    config, _ = resolve_recipe(resolve_model(config), recipe)
+    config, _ = resolve_recipe(resolve_model(config), recipe, given)
     config = resolve_run(config, ranks.world_size, gpus=on_gpu)
     config, _ = resolve_cuda_graphs(config, recipe, ranks.world_size, gpus=on_gpu)
     te_checks.prepare(config, recipe)

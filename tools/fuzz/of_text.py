@@ -41,9 +41,9 @@ def of_text() -> list[FuzzedReader]:
         from megatron_lowprec.training.config.arguments import parse
         from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
 
-        parsed, _, _ = parse(["--config", "f.yaml"])
+        parsed, given, _ = parse(["--config", "f.yaml"])
         resolved = resolve_model(parsed)
-        resolved, _ = resolve_recipe(resolved, load_recipe(resolved.recipe, resolved.recipe_override))
+        resolved, _ = resolve_recipe(resolved, load_recipe(resolved.recipe, resolved.recipe_override), given)
         resolve_run(resolved, 1, gpus=False)
 
     def recipe() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from megatron_lowprec.recipe.coverage import primary_weight_spec
@@ -12,24 +13,40 @@ from megatron_lowprec.training.models.sizes import has_experts, num_non_embeddin
 LARGE = 1e9  # parameters without embeddings
 
 
-def resolve_memory(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
-    """Fill --fp8-param-gather and --save-memory, with notes about those that are on by the model's size."""
-    large = config.transformer_impl == "local" and num_non_embedding_parameters(config) >= LARGE
-    notes = []
+def resolve_memory(config: Config, recipe: Recipe) -> Config:
+    """Fill --fp8-param-gather and --save-memory."""
+    large = _is_large(config)
     if config.fp8_param_gather is None:
-        reason = _why_not_fp8(config, recipe) if large else None
-        config = replace(config, fp8_param_gather=large and reason is None)
+        config = replace(config, fp8_param_gather=large and _why_not_fp8(config, recipe) is None)
+    if config.save_memory is None and config.transformer_impl == "local":
+        config = replace(config, save_memory=large and recipe.quantized)
+    return config
+
+
+def memory_notes(config: Config, recipe: Recipe, given: Collection[str]) -> list[str]:
+    """Notes about both options where the model's size decides; call it once a checkpoint has, if there is one.
+
+    Args:
+        given: names of options that the user set.
+    """
+    notes = list[str]()
+    if not _is_large(config):
+        return notes
+    if "fp8_param_gather" not in given and not recipe.fp8_weights:
+        reason = _why_not_fp8(config, recipe)
         if config.fp8_param_gather:
             notes.append(
                 "--fp8-param-gather is on, as from 1e9 parameters on: --no-fp8-param-gather keeps bf16 weights"
             )
         elif reason is not None and _has_primary_weights(recipe):
             notes.append(f"--fp8-param-gather is off: {reason}")
-    if config.save_memory is None and config.transformer_impl == "local":
-        config = replace(config, save_memory=large and recipe.quantized)
-        if config.save_memory:
-            notes.append("--save-memory is on, as from 1e9 parameters on: --no-save-memory keeps more activations")
-    return config, notes
+    if "save_memory" not in given and config.save_memory:
+        notes.append("--save-memory is on, as from 1e9 parameters on: --no-save-memory keeps more activations")
+    return notes
+
+
+def _is_large(config: Config) -> bool:
+    return config.transformer_impl == "local" and num_non_embedding_parameters(config) >= LARGE
 
 
 def _has_primary_weights(recipe: Recipe) -> bool:

@@ -55,13 +55,16 @@ def resolve_model(config: Config) -> Config:
     return config
 
 
-def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
+def resolve_recipe(config: Config, recipe: Recipe, given: frozenset[str]) -> tuple[Config, list[str]]:
     """Options required by the recipe's optimizer, gradients and weights, with notes about those switched on.
+
+    Args:
+        given: names of options that the user set.
 
     Raises:
         UserError: an option excludes the recipe's storage of gradients or activations; its weights are stored in FP8,
-            without --bf16; its operands cannot be sent as FP8 codes; or none of its GEMMs has an accumulator to
-            emulate.
+            without --bf16; an option that it requires was switched off; its operands cannot be sent as FP8 codes; or
+            none of its GEMMs has an accumulator to emulate.
     """
     if config.emulate_accumulator:
         check_accumulator(recipe, "cpu")
@@ -83,10 +86,13 @@ def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
         "fp8_param_gather": recipe.fp8_weights,
     }
     on = [name for name, wanted in needed.items() if wanted and not getattr(config, name)]
+    for name in given.intersection(on):
+        raise UserError(
+            f"{_shown(name, False)} was given, but recipe {recipe.name} needs {flag(name)}: leave one of the two out"
+        )
     notes = [f"recipe {recipe.name}: {flag(name)} is on, which it needs" for name in on]
     changes: dict[str, Any] = dict.fromkeys(on, True)
-    config, more = resolve_memory(replace(config, **changes), recipe)
-    return config, notes + more
+    return resolve_memory(replace(config, **changes), recipe), notes
 
 
 def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:

@@ -128,7 +128,7 @@ def test_what_flags_are_read_as_exists() -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_an_example_of_megatron_lm_is_planned(name: str) -> None:
     config, notes = parsed(SCRIPTS[name])
-    config, _ = resolve_recipe(resolve_model(config), get_recipe("bf16"))
+    config, _ = resolve_recipe(resolve_model(config), get_recipe("bf16"), frozenset())
     lines = planned(config, get_recipe("bf16"), 8, None)
     assert any(line.startswith("memory plan of one of 8 GPUs") for line in lines)
     assert len([note for note in notes if "without effect" in note]) <= 1

@@ -13,7 +13,13 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.shipped import find
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.resolve import check_packages, resolve_model, resolve_run, virtual_stages
+from megatron_lowprec.training.config.resolve import (
+    check_packages,
+    resolve_model,
+    resolve_recipe,
+    resolve_run,
+    virtual_stages,
+)
 from megatron_lowprec.training.data.tokenizer import tokenizer_of
 from megatron_lowprec.training.memory.report import planned
 from tests.training.helpers import argv
@@ -206,6 +212,26 @@ def test_refusals(world_size: int, changes: dict[str, Any], words: list[str]) ->
     message = str(error.value)
     assert "\n" not in message
     assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "option"),
+    [
+        ("fp8_lm", "--use-distributed-optimizer"),
+        ("fp8_lm_o3", "--use-distributed-optimizer"),
+        ("fp8_lm_o3", "--fp8-param-gather"),
+        ("deepseek_v3", "--fp8-param-gather"),
+    ],
+)
+def test_what_a_recipe_needs_is_switched_on_but_not_against_a_flag(recipe: str, option: str) -> None:
+    words = argv(recipe=recipe, bf16=True, swiglu=True, ffn_hidden_size=128)
+    config, given, _ = parse(words)
+    config, notes = resolve_recipe(resolve_model(config), get_recipe(recipe), given)
+    assert f"recipe {recipe}: {option} is on, which it needs" in notes
+    off = option.replace("--", "--no-")
+    config, given, _ = parse([*words, off])
+    with pytest.raises(UserError, match=f"{off} was given, but recipe {recipe} needs {option}: leave one of the two"):
+        resolve_recipe(resolve_model(config), get_recipe(recipe), given)
 
 
 def test_as_many_query_groups_as_heads_are_plain_attention() -> None:

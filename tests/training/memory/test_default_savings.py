@@ -11,6 +11,7 @@ from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
+from megatron_lowprec.training.config.memory_options import memory_notes
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
 from megatron_lowprec.training.memory.plan import plan
@@ -31,7 +32,9 @@ def resolved(name: str, recipe: str, microbatches: int = 1, *flags: str) -> tupl
     words = ["--config", str(SHIPPED / f"configs/models/{name}.yaml"), "--recipe", recipe, "--micro-batch-size"]
     words += [str(batch), "--tensor-model-parallel-size", str(tensor), "--mock-data", *flags]
     words += ["--global-batch-size", str(batch * microbatches * gpus // tensor)]
-    config, notes = resolve_recipe(resolve_model(parse(words)[0]), load_recipe(recipe))
+    asked, given, _ = parse(words)
+    config, _ = resolve_recipe(resolve_model(asked), load_recipe(recipe), given)
+    notes = memory_notes(config, load_recipe(recipe), given)
     config = resolve_run(replace(config, train_data_path=None, valid_data_path=None), gpus, gpus=True)
     return resolve_cuda_graphs(config, load_recipe(recipe), gpus, gpus=True)[0], notes
 

@@ -88,7 +88,7 @@ def test_the_plan_has_the_same_bytes(recipe: str, weights: float) -> None:
     for batch in (2, 4):
         config, _, _ = parse(argv(recipe=recipe, **WIDE | {"global_batch_size": batch}))
         loaded = load_recipe(recipe)
-        config, _ = resolve_recipe(resolve_model(config), loaded)
+        config, _ = resolve_recipe(resolve_model(config), loaded, frozenset())
         found = plan(resolve_run(config, 1, gpus=False), loaded, VOCABULARY, 1)
         parts = ("main weights", "moments", "gradients")
         count = found.resident["gradients"]

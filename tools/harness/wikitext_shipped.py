@@ -1,7 +1,7 @@
 """WikiText for EleutherAI's lm-evaluation-harness, without a network: what `tools/evaluate.py --wikitext` scores.
 
     pip install 'megatron-lowprec[lm-eval]'
-    python tools/export_hf.py --load runs/my_run --out my_model --dtype float32
+    megatron-lowprec export --load runs/my_run --out my_model --dtype float32
     lm_eval --model hf --model_args pretrained=my_model,dtype=float32 --include_path tools/harness \
         --tasks wikitext_shipped
 

@@ -1,7 +1,0 @@
-"""`megatron-lowprec import` by its former path."""
-
-from megatron_lowprec.commands.import_hf import main
-from megatron_lowprec.training.distributed import startup
-
-if __name__ == "__main__":
-    startup.leave(main())

@@ -1,7 +1,0 @@
-"""`megatron-lowprec inspect` by its former path."""
-
-from megatron_lowprec.commands.inspect_checkpoint import main
-from megatron_lowprec.training.distributed import startup
-
-if __name__ == "__main__":
-    startup.leave(main())

@@ -1,7 +1,0 @@
-"""`megatron-lowprec preprocess` by its former path."""
-
-from megatron_lowprec.commands.preprocess_data import main
-from megatron_lowprec.training.distributed import startup
-
-if __name__ == "__main__":
-    startup.leave(main())

@@ -95,9 +95,9 @@ FIGURES = {
         operands("place only: **{}** for the input", NATS, "forward_input"),
         operands("{} for the backward pass (", NATS, "backward"),
         operands("for the backward pass (±{})", OF_NATS, "backward", combine=half_width),
-        Figure("| **{}** comparisons of operands", *LAYOUTS, (("operands: codes and scales, bit for bit",),)),
+        Figure("| **{}** comparisons of codes", *LAYOUTS, (("operands: codes and scales, bit for bit",),)),
         Figure(
-            "hold as well in the {} of 340",
+            "losses agree in the {} of 340",
             *LAYOUTS,
             (("losses beside one process, in cells that refuse the losses of every other recipe",),),
         ),

@@ -70,7 +70,7 @@ def parse_json(text: str) -> Row:
         ValueError: why it is none, in one line.
     """
     try:
-        found = json.loads(text, parse_int=_integer)
+        found = _JSON.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos + 1}") from None
     except RecursionError:
@@ -84,6 +84,9 @@ def _integer(digits: str) -> int:
     if len(digits) > LONGEST_NUMBER:
         raise ValueError(f"a number of {len(digits):,} digits")
     return int(digits)
+
+
+_JSON = json.JSONDecoder(parse_int=_integer)
 
 
 def read_json(path: Path, remedy: str, check: Callable[[Row], object] = check_text) -> Row:

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe import yaml_text
 from megatron_lowprec.recipe.yaml_text import read_yaml_file, read_yaml_text
+from megatron_lowprec.shipped import SHIPPED
 
 BOMB = "\n".join(["a:", "- &a0 [x, x]", *(f"- &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))])
 
@@ -71,3 +73,10 @@ def test_a_file_that_is_no_text_is_one_line(tmp_path: Path, content: bytes, why:
     path.write_bytes(content)
     with pytest.raises(UserError, match=f"f.yaml: cannot be read: .*{why}"):
         read_yaml_file(path, str(path), "")
+
+
+@pytest.mark.parametrize("path", sorted((SHIPPED / "configs").glob("*/*.yaml")), ids=lambda path: path.stem)
+def test_both_readers_find_the_same(path: Path) -> None:
+    """libyaml reads first; where it finds a mistake, PyYAML's own reader says which."""
+    text = path.read_text()
+    assert yaml_text._content(yaml_text._Loader(text)) == yaml_text._content(yaml_text._Explaining(text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from megatron_lowprec.files import Row, check_text, json_lines
@@ -21,13 +22,26 @@ def read_metrics(path: Path, say: Callable[[str], None], tail: int | None = None
 def check_iteration(row: Row) -> None:
     """Raise ValueError or KeyError for a row without an iteration, or with text that cannot be printed."""
     check_text(row)
+    _check_number(row)
+
+
+def _check_number(row: Row) -> None:
     iteration = row["iteration"]
     if type(iteration) is not int or not 0 <= iteration < _MOST_ITERATIONS:
         raise ValueError(f"iteration is {iteration!r}")
 
 
 def _check(row: Row) -> None:
-    check_iteration(row)
+    _check_number(row)
     for key, value in row.items():
-        if type(value) not in ((str,) if key.endswith(" hex") else (int, float)):
+        if type(value) not in _types(key):
             raise ValueError(f"{key} is {value!r}")
+        if type(value) is str:
+            check_text(value)
+
+
+@lru_cache(1024)  # the same keys in each row
+def _types(key: str) -> tuple[type, ...]:
+    """Types of a column's values; ValueError for a name that cannot be printed."""
+    check_text(key)
+    return (str,) if key.endswith(" hex") else (int, float)

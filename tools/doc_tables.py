@@ -303,7 +303,7 @@ def _in_transformer_engine(recipe: Recipe) -> tuple[str, str, str, str]:
 def _patches(page: Path) -> Iterator[Row]:
     from megatron_lowprec.mcore.patches import PATCHES
 
-    yield "bound again", "change", "by", "needed in Megatron-core"
+    yield "replaced name", "change", "by", "needed in Megatron-core"
     for patch in PATCHES.values():
         names = (target.partition("(")[0].replace(":", ".").split(".")[-2:] for target in patch.targets)
         yield ", ".join(dict.fromkeys(f"`{'.'.join(name)}`" for name in names)), patch.change, patch.by, patch.seen

@@ -54,7 +54,7 @@ PATCHES: dict[str, Patch] = {
     ),
     "latent_projection": Patch(
         ("megatron.core.transformer.multi_latent_attention:HAVE_TE",),
-        "is true only with TransformerEngine; with its stand-in, building latent attention fails",
+        "is true only with TransformerEngine; with Megatron-core's stub, building latent attention fails",
         "specs of latent attention (`layer_spec`, `gpt_block_spec`, `low_precision`)",
         "0.16.1",
     ),
@@ -155,22 +155,22 @@ PATCHES: dict[str, Patch] = {
     ),
     "adam_steps": Patch(
         (f"{_DISTRIBUTED}._set_main_param_and_optimizer_states(model_param, tensors)",),
-        "keeps torch's count of updates, which a checkpoint holds once for all weights, and reads a single moment",
+        "keeps torch's count of updates, which a checkpoint holds once for all weights, and reads states of one moment",
         "the driver, while it loads a checkpoint",
     ),
     "single_moment": Patch(
         (f"{_DISTRIBUTED}._get_main_param_and_optimizer_states(model_param)",),
-        "a single moment is the first of two, and the second is zeros: two are saved",
+        "saves a state of one moment as two, the second of zeros",
         "the driver, while it saves a checkpoint of `--optimizer muon` or `sgd`",
     ),
     "padded_buckets": Patch(
         (f"{_DISTRIBUTED}.get_parameter_state_dp_zero",),
-        "gathers the padding between buckets, without which main weights and moments lie shifted in the checkpoint",
+        "gathers the padding between buckets; otherwise main weights and moments are shifted in the checkpoint",
         "the driver, while it saves a checkpoint",
     ),
     "file_sums": Patch(
         ("megatron.core.dist_checkpointing.strategies.filesystem_async:open",),
-        "is a function that sums what is written to a checkpoint's files; Megatron-core uses Python's own",
+        "computes checksums of a checkpoint's files while it writes them",
         "the driver, while it saves a checkpoint",
         unbound=True,
     ),
@@ -184,7 +184,7 @@ PATCHES: dict[str, Patch] = {
             "megatron.core.tensor_parallel.random:_get_cuda_rng_state",
             "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
         ),
-        "answer for the CPU's generator",
+        "use the CPU's generator",
         _CPU,
     ),
     "cpu_splits": Patch(
@@ -194,17 +194,17 @@ PATCHES: dict[str, Patch] = {
     ),
     "cpu_tensors": Patch(
         ("torch:Tensor.cuda", "torch:Tensor.type", "torch:Tensor.record_stream"),
-        "accept CPU tensors; `type` of a caller in `megatron.core` says that they are CUDA's",
+        "accept CPU tensors; for callers in `megatron.core`, `type` reports CUDA types",
         _CPU,
     ),
     "cpu_groups": Patch(
         ("torch.distributed:ProcessGroupGloo.__init__",),
-        "process groups share one gloo device: each has a thread that polls",
+        "process groups share one gloo device, because each device has a polling thread",
         _CPU,
     ),
     "cpu_torch": Patch(
         ("megatron.core.parallel_state:torch",),
-        "is, as in all modules under `megatron.core`, a facade that has a CPU in the place of CUDA devices",
+        "is a facade with the CPU in place of CUDA devices, in all modules under `megatron.core`",
         _CPU,
     ),
 }

@@ -16,7 +16,7 @@ class DataOptions(Group):
 
     data_path: list[str] | None = arg(
         None,
-        "prefixes of .bin/.idx or .jsonl files, each with a weight before it if you wish",
+        "prefixes of .bin/.idx or .jsonl files, each after an optional weight",
         one_of="data",
         path="data",
     )
@@ -29,17 +29,15 @@ class DataOptions(Group):
     )
     data_phase_switch: float | None = arg(
         None,
-        "share of the run after which training goes on with --data-phase-path (ours)",
+        "share of the run after which training continues with --data-phase-path (ours)",
         Part.SCHEDULE,
         one_of="data switch",
     )
     data_phase_switch_samples: int | None = arg(None, "the same in samples (ours)", one_of="data switch", own_note=True)
     data_phase_path: list[str] | None = arg(None, "the second blend, written as --data-path (ours)", path="data")
-    sft: bool = arg(False, "the data are conversations (JSON lines with messages), learned on their answers only")
-    sft_tokenizer_prompt_format: Literal["tulu"] = arg(
-        "tulu", "template that --sft writes conversations out by", Part.UPDATE
-    )
-    mock_data: bool = arg(False, "random tokens of a fixed seed instead of data", one_of="data")
+    sft: bool = arg(False, "train on conversations (JSON lines with messages), with a loss on the answers only")
+    sft_tokenizer_prompt_format: Literal["tulu"] = arg("tulu", "template of the conversations of --sft", Part.UPDATE)
+    mock_data: bool = arg(False, "learnable arithmetic sequences instead of data", one_of="data")
     split: str = arg("969,30,1", "how --data-path's documents are cut into train, validation and test")
     data_cache_path: str | None = arg(
         None, "where tokenized text and indices are kept; default data/cache", Part.OUTPUT
@@ -47,7 +45,7 @@ class DataOptions(Group):
     eod_mask_loss: bool = arg(False, "no loss on the token behind a document's end", Part.UPDATE, needs="!sft")
     reset_position_ids: bool = arg(
         False,
-        "count learned positions from the start of each document; rope has distances, which it leaves alone",
+        "count learned positions from the start of each document; rope is unaffected",
         Part.UPDATE,
         needs="!sft",
     )

@@ -20,9 +20,9 @@ class Part(Enum):
     START = "without effect: it is about the first step"
     EVALUATION = "allowed: it changes what is measured"
     LAYOUT = "allowed"
-    EXECUTION = "allowed: speed, memory and when to measure"
+    EXECUTION = "allowed: affects speed, memory and measurements"
     RESUME = "how to resume"
-    OUTPUT = "allowed: places, logs and pauses"
+    OUTPUT = "allowed: affects paths, logs and interruptions"
 
 
 NO_EFFECT_PARTS = (Part.LAYOUT, Part.EXECUTION, Part.RESUME, Part.OUTPUT)

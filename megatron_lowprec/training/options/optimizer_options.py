@@ -51,7 +51,7 @@ class OptimizerOptions(Group):
         False, "take the whole schedule from these options, not from the checkpoint", Part.RESUME
     )
     use_checkpoint_opt_param_scheduler: bool = arg(
-        False, "take the whole schedule from the checkpoint, flags notwithstanding", Part.RESUME
+        False, "take the whole schedule from the checkpoint and ignore these options", Part.RESUME
     )
 
 

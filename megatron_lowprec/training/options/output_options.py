@@ -16,8 +16,8 @@ class CheckpointOptions(Group):
     save: str | None = arg(None, "folder for checkpoints; default runs/CONFIG-RECIPE/checkpoints", sweep="--out")
     no_save: bool = arg(False, "write no checkpoint (ours)")
     save_interval: int | None = arg(None, "iterations between checkpoints; the last one is always saved", least=1)
-    keep_last: int | None = arg(None, "keep so many of the newest checkpoints and remove the others (ours)", least=1)
-    async_save: bool = arg(False, "write checkpoints beside the training, in processes of their own")
+    keep_last: int | None = arg(None, "number of newest checkpoints to keep; older ones are removed (ours)", least=1)
+    async_save: bool = arg(False, "write checkpoints in background processes while training continues")
     load: str | None = arg(
         None,
         "folder to continue from; may be --save's, empty or not; default --save's if it holds a checkpoint",
@@ -45,7 +45,7 @@ class CheckpointOptions(Group):
         grouped=False,
         needs="load|pretrained_checkpoint",
     )
-    no_save_optim: bool = arg(False, "save no optimizer state; a run goes on from such a checkpoint by --no-load-optim")
+    no_save_optim: bool = arg(False, "save no optimizer state; such a checkpoint needs --no-load-optim")
     no_load_optim: bool = arg(False, "do not load the optimizer and the schedule's position", Part.RESUME, begins=True)
     no_load_rng: bool = arg(False, "do not load the random state", Part.RESUME, begins=True)
 
@@ -91,7 +91,7 @@ class LoggingOptions(Group):
     )
     log_num_zeros_in_grad: bool = arg(False, "log how many gradient values are zero")
     tensorboard_dir: str | None = arg(None, "default: tensorboard in the run's folder", sweep="--out")
-    wandb_project: str | None = arg(None, "log to Weights & Biases, too")
+    wandb_project: str | None = arg(None, "also log to Weights & Biases")
     wandb_entity: str | None = arg(
         None, "W&B's team or user that owns the project; default yours", needs="wandb_project"
     )

@@ -45,7 +45,7 @@ class RecipeOptions(Group):
     list_recipes: bool = arg(False, "print the named recipes and stop", Part.OUTPUT, sweep="pretrain_gpt.py itself")
     explain_recipe: bool = arg(
         False,
-        "print what every GEMM of every linear layer of this model runs in, and stop",
+        "print formats and backend of every GEMM in this model's linear layers, and stop",
         Part.OUTPUT,
         sweep="pretrain_gpt.py itself",
     )

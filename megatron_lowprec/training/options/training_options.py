@@ -34,7 +34,7 @@ class TrainingOptions(Group):
     )
     calculate_per_token_loss: bool = arg(
         False,
-        "weigh every token of an iteration alike, where some carry no loss; else every microbatch. --sft does",
+        "give every token with a loss the same weight, instead of every microbatch; --sft sets it",
         Part.UPDATE,
     )
     seed: int = arg(
@@ -65,7 +65,7 @@ class TrainingOptions(Group):
     native: Literal["auto", "require", "off"] = arg(
         "auto",
         "MX and NVFP4 products of Blackwell, which the project has not run: auto compares the first of each size with "
-        "the emulated one and goes on by emulation if they differ; require ends there, and where any is emulated; off "
+        "the emulated one and emulates if they differ; require ends the run then, or if any GEMM is emulated; off "
         "emulates",
         inference=True,
     )
@@ -121,10 +121,10 @@ class TrainingOptions(Group):
         "Python; auto: on GPUs where layers can be captured",
     )
     max_skipped_steps: int = arg(
-        10, "stop with a report after so many iterations in a row whose loss or gradient was not finite (ours)", least=1
+        10, "stop with a report after this many iterations in a row with a non-finite loss or gradient (ours)", least=1
     )
     exit_interval: int | None = arg(None, "save and stop at every iteration that this divides", Part.OUTPUT, least=1)
-    exit_duration_in_mins: float | None = arg(None, "save and stop after so many minutes", Part.OUTPUT)
+    exit_duration_in_mins: float | None = arg(None, "save and stop after this many minutes", Part.OUTPUT)
     exit_signal_handler: bool = arg(
         True, "save and stop at SIGTERM or SIGUSR1 (ours: on unless --no-exit-signal-handler)", Part.OUTPUT
     )
@@ -164,9 +164,9 @@ class ParallelOptions(Group):
     expert_tensor_parallel_size: int | None = arg(
         None,
         "ranks that share every expert: 1 with --expert-model-parallel-size above 1, else "
-        "--tensor-model-parallel-size; no other layout is here",
+        "--tensor-model-parallel-size; other values are refused",
     )
-    sequence_parallel: bool = arg(False, "cut norms and dropout along the sequence, too")
+    sequence_parallel: bool = arg(False, "also shard norms and dropout, along the sequence")
     use_distributed_optimizer: bool = arg(
         False, "cut optimizer state over the data-parallel ranks", optimizer_state=True
     )

@@ -17,8 +17,7 @@ from megatron_lowprec.recipe.quant_spec import QuantSpec
 
 M = TypeVar("M", bound=nn.Module)
 
-_SIDES = ("rowwise", "columnwise")
-_FIELDS = tuple(f"weight_{side}_{field}" for side in _SIDES for field in Codes._fields)
+_FIELDS = tuple(f"weight_{side}_{field}" for side in ("rowwise", "columnwise") for field in Codes._fields)
 _AMAX = "weight_amax"
 _SPEC = "weight_spec"  # in state dicts: what the codes are, as text
 
@@ -106,22 +105,17 @@ class FrozenLayer(LowPrecLayer):
     def weight(self) -> FrozenWeight:  # type: ignore[override]
         """The weight, to read; in the layout of the replaced parameter."""
         weight = self._weight
-        by_row, by_column = (self._codes(side) for side in _SIDES)
-        assert by_row is not None
+        stored: list[torch.Tensor] = [self._buffers[name] for name in self._names]  # type: ignore[misc]
         # buffers may be replaced (torch.func.functional_call, assignment) or moved in place (fully_shard)
-        if weight is None or not weight.holds(by_row, by_column):
+        if weight is None or not weight.holds(stored):
             shape_OI, dtype, transposed, _ = self._replaced
             amax = self._buffers.get(_AMAX)
-            weight = FrozenWeight(self._specs, by_row, by_column, shape_OI, dtype, amax, transposed)
+            weight = FrozenWeight(self._specs, stored, shape_OI, dtype, amax, transposed)
             self._keep(weight)
         return weight
 
     def _keep(self, weight: FrozenWeight | None) -> None:
         self.__dict__["_weight"] = weight  # not by setattr, which takes tensors for buffers
-
-    def _codes(self, side: str) -> Codes | None:
-        names = [f"weight_{side}_{field}" for field in Codes._fields]
-        return Codes(*(self._buffers.get(name) for name in names)) if names[0] in self._buffers else None  # type: ignore[arg-type]
 
     def release(self) -> None:
         """Make the weight a frozen parameter again, with the value of the codes."""
@@ -139,9 +133,8 @@ class FrozenLayer(LowPrecLayer):
         wrapped = super(FrozenLayer, type(self)).forward is not LowPrecLayer.forward
         if recipe.random or gemms.histories or wrapped:
             return None
-        fields = tuple(name in self._names for name in _FIELDS)
         shape_OI, dtype, *_ = self._replaced
-        return operator_key(FrozenOperands(recipe, self._specs, shape_OI, dtype, fields))
+        return operator_key(FrozenOperands(recipe, self._specs, shape_OI, dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As ``LowPrecLayer``; UserError if autocast has another dtype than the weight."""

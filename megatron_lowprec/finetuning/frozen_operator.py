@@ -14,7 +14,7 @@ from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import refuse
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.frozen_weight import Codes, FrozenWeight, StoredSpecs
+from megatron_lowprec.quantization.frozen_weight import FrozenWeight, StoredSpecs
 from megatron_lowprec.quantization.random_stream import NO_DRAWS
 from megatron_lowprec.recipe.schema import LinearRecipe
 
@@ -27,22 +27,16 @@ class FrozenOperands(NamedTuple):
         specs: of the weight.
         shape_OI: output and input features.
         dtype: of the GEMMs.
-        fields: whether each field of ``Codes`` of both directions is among the tensors.
     """
 
     recipe: LinearRecipe
     specs: StoredSpecs
     shape_OI: tuple[int, ...]  # noqa: N815 - a shape suffix
     dtype: torch.dtype
-    fields: tuple[bool, ...]
 
     def weight(self, tensors: Sequence[torch.Tensor]) -> FrozenWeight:
         """The weight [O, I] of its tensors."""
-        given = iter(tensors)
-        found = [next(given) if is_there else None for is_there in self.fields]
-        width = len(Codes._fields)
-        by_row, by_column = Codes(*found[:width]), None if found[width] is None else Codes(*found[width:])  # type: ignore[arg-type]
-        return FrozenWeight(self.specs, by_row, by_column, self.shape_OI, self.dtype)
+        return FrozenWeight(self.specs, tensors, self.shape_OI, self.dtype)
 
 
 _known: list[FrozenOperands] = []

@@ -40,7 +40,7 @@ class _LinearFunction(torch.autograd.Function):
             y, saved = linear_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=ctx.needs_input_grad[1])
         saved = saved if ctx.needs_input_grad[1] else saved.without_input()
         # codes may change between both passes: autograd then refuses, as for any saved tensor
-        codes = weight.stored() if isinstance(weight, FrozenWeight) else ()
+        codes = weight.stored if isinstance(weight, FrozenWeight) else ()
         ctx.save_for_backward(*saved.tensors(), *codes)
         ctx.linear_gemms, ctx.rng_step, ctx.update_amax, ctx.layout = linear_gemms, rng_step, update_amax, saved.layout
         return y

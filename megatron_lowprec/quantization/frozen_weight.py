@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +100,10 @@ class Codes(NamedTuple):
         return stored_codes(self.data, spec, dtype)[:, :columns]
 
 
+def _codes_of(spec: QuantSpec, stored: Iterator[torch.Tensor]) -> Codes:
+    return Codes(next(stored), next(stored), None if spec.tensor_scale is None else next(stored))
+
+
 def amax_of(matrix: torch.Tensor) -> torch.Tensor:
     """fp32 [1], the largest magnitude."""
     return block_amax(matrix, (max(1, matrix.shape[0]), max(1, matrix.shape[1]))).view(1)
@@ -112,12 +117,14 @@ class FrozenWeight(Fp8Weight):
 
     Attributes:
         specs: what is stored.
+        stored: tensors of both ``Codes``; of other memory than this wrapper's, so autograd counts their versions.
         by_row: codes of the weight [O, I].
         by_column: codes of [I, O], or None.
         transposed: whether the shape is [I, O].
     """
 
     specs: StoredSpecs
+    stored: tuple[torch.Tensor, ...]
     by_row: Codes
     by_column: Codes | None
     transposed: bool
@@ -126,30 +133,27 @@ class FrozenWeight(Fp8Weight):
     def __new__(
         cls,
         specs: StoredSpecs,
-        by_row: Codes,
-        by_column: Codes | None,
+        stored: Sequence[torch.Tensor],
         shape_OI: tuple[int, ...],
         dtype: torch.dtype,
         amax: torch.Tensor | None = None,
         transposed: bool = False,
     ) -> FrozenWeight:
         size = shape_OI[::-1] if transposed else shape_OI
-        self: FrozenWeight = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=by_row.data.device)
-        self.specs, self.by_row, self.by_column, self.transposed = specs, by_row, by_column, transposed
+        self: FrozenWeight = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=stored[0].device)
+        self.specs, self.stored, self.transposed = specs, tuple(stored), transposed
+        given = iter(stored)
+        self.by_row = _codes_of(specs.rowwise, given)
+        self.by_column = None if specs.columnwise is None else _codes_of(specs.columnwise, given)
         self.spec, self.source = specs.rowwise, None
-        self.codes, self.decode_scale = by_row.data, by_row.scale
+        self.codes, self.decode_scale = self.by_row.data, self.by_row.scale
         if amax is not None:
             self.main_amax = amax
         return self
 
-    def stored(self) -> tuple[torch.Tensor, ...]:
-        """The tensors with codes and scales; of other memory than this wrapper's, so autograd counts their versions."""
-        return tuple(each for codes in (self.by_row, self.by_column or ()) for each in codes if each is not None)
-
-    def holds(self, by_row: Codes, by_column: Codes | None) -> bool:
+    def holds(self, stored: Sequence[torch.Tensor]) -> bool:
         """Whether these are its tensors, where they were when it was made."""
-        pairs = zip((*self.by_row, *(self.by_column or ())), (*by_row, *(by_column or ())), strict=True)
-        return all(own is given for own, given in pairs) and self.device == by_row.data.device
+        return all(map(operator.is_, self.stored, stored)) and self.device == stored[0].device
 
     @property
     def shape_OI(self) -> torch.Size:  # noqa: N802 - a shape suffix
@@ -229,7 +233,7 @@ class FrozenWeight(Fp8Weight):
 
     def _with(self, *, transposed: bool) -> FrozenWeight:
         amax = getattr(self, "main_amax", None)
-        return FrozenWeight(self.specs, self.by_row, self.by_column, self.shape_OI, self.dtype, amax, transposed)
+        return FrozenWeight(self.specs, self.stored, self.shape_OI, self.dtype, amax, transposed)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -186,8 +186,9 @@ def test_operands_of_native_gemms_are_the_cast_s(granularity: str) -> None:
     spec = QuantSpec("e4m3", granularity=granularity)
     weight = layer_of("bf16").weight
     specs = stored_specs(Recipe("r", "", fprop=GemmSpec(spec, spec), dgrad=GemmSpec(None, spec, spec)))
-    codes = [None if one is None else Codes.of(matrix, one) for matrix, one in zip((weight, weight.t()), specs[:2])]
-    frozen = FrozenWeight(specs, *codes, (OUT, IN), torch.bfloat16)  # type: ignore[arg-type]
+    codes = [Codes.of(matrix, one) for matrix, one in zip((weight, weight.t()), specs[:2]) if one is not None]
+    stored = [tensor for each in codes for tensor in each if tensor is not None]
+    frozen = FrozenWeight(specs, stored, (OUT, IN), torch.bfloat16)
     want = cast_fp8.cast_fp8(weight, rule_of(spec), rowwise=True, columnwise=True)
     for columnwise in (False, True):
         found = frozen.quantized(columnwise=columnwise, codes=True)

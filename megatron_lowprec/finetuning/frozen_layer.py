@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from megatron_lowprec.errors import UserError, type_of
-from megatron_lowprec.finetuning.frozen_operator import FrozenOperands, frozen_linear, operator_key
 from megatron_lowprec.linear.backends.protocol import COMPUTE_DTYPES
 from megatron_lowprec.linear.layer_state import combined, parts_of
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer
+from megatron_lowprec.linear.opaque import StoredCodes, number_of_codes, opaque_linear
 from megatron_lowprec.linear.sharding.dtensors import is_dtensor
 from megatron_lowprec.quantization.frozen_weight import Codes, FrozenWeight, StoredSpecs, amax_of, stored_specs
 from megatron_lowprec.recipe.quant_spec import QuantSpec
@@ -99,7 +99,7 @@ class FrozenLayer(LowPrecLayer):
     _replaced: _Parameter
     _weight: FrozenWeight | None
     _names: tuple[str, ...]
-    _key: int | None
+    _number: int | None
 
     @property
     def weight(self) -> FrozenWeight:  # type: ignore[override]
@@ -123,18 +123,16 @@ class FrozenLayer(LowPrecLayer):
         for name in [name for name in self._buffers if name.startswith("weight_")]:
             del self._buffers[name]
         self.__class__ = combined(*parts_of(type(self))[1:])
-        for name in ("_specs", "_replaced", "_weight", "_names", "_key"):
+        for name in ("_specs", "_replaced", "_weight", "_names", "_number"):
             del self.__dict__[name]
         self.register_parameter("weight", value)
 
-    def _operator_key(self) -> int | None:
+    def _opaque_number(self) -> int | None:
         """Of the compiled layer; None if it is not a pure function, or another class wraps its forward pass."""
-        recipe, gemms = self.linear_gemms.recipe, self.linear_gemms
         wrapped = super(FrozenLayer, type(self)).forward is not LowPrecLayer.forward
-        if recipe.random or gemms.histories or wrapped:
+        if wrapped or not self.linear_gemms.is_pure:
             return None
-        shape_OI, dtype, *_ = self._replaced
-        return operator_key(FrozenOperands(recipe, self._specs, shape_OI, dtype))
+        return number_of_codes(StoredCodes(self._specs, self._replaced.shape_OI, self._replaced.dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As ``LowPrecLayer``; UserError if autocast has another dtype than the weight."""
@@ -146,14 +144,14 @@ class FrozenLayer(LowPrecLayer):
             )
         if not torch.compiler.is_compiling():
             return super().forward(x)
-        if self._key is None:
+        if self._number is None:
             return self._run_outside_graph(x)
         bias: torch.Tensor | None = self.bias
         if torch.is_autocast_enabled(kind):
             x, bias = x.to(own), None if bias is None else bias.to(own)
         self.check_dtypes(x, own)
         tensors = [getattr(self, name) for name in self._names]
-        y = frozen_linear(x.reshape(-1, x.shape[-1]), tensors, bias, self._key)
+        y = opaque_linear(x.reshape(-1, x.shape[-1]), tensors, bias, self._recipe_key, self._number)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @torch.compiler.disable(reason="random draws and amax histories of a frozen layer are state outside the graph")
@@ -195,7 +193,7 @@ class FrozenLayer(LowPrecLayer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._key = self._operator_key()  # that of another process
+        self._number = self._opaque_number()  # that of another process
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # a change of dtype would round scales, which are fp32 whatever the dtype of the weight
@@ -212,7 +210,7 @@ class FrozenLayer(LowPrecLayer):
         super()._apply(fn, recurse)
         buffers.update({name: buffers[name].view(torch.float32) for name in scales})
         self._keep(None)
-        self._key = self._operator_key()
+        self._number = self._opaque_number()
         return self
 
 
@@ -230,7 +228,7 @@ def _hold(layer: LowPrecLayer, specs: StoredSpecs, dtype: torch.dtype) -> None:
     for name, value in stored.items():
         layer.register_buffer(name, value)
     layer._names = tuple(name for name in _FIELDS if name in layer._buffers)
-    layer._key = layer._operator_key()
+    layer._number = layer._opaque_number()
 
 
 def _stored(weight: torch.Tensor, replaced: _Parameter, specs: StoredSpecs) -> dict[str, torch.Tensor]:

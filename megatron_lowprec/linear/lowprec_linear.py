@@ -7,13 +7,14 @@ from torch import nn
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.backends.traced import recipe_key
-from megatron_lowprec.linear.compiled import opaque_linear, traced_gemms, traced_pass
+from megatron_lowprec.linear.compiled import traced_gemms, traced_pass
 from megatron_lowprec.linear.layer_histories import LayerGroup
 from megatron_lowprec.linear.layer_state import StatefulLayer, title, without_autocast
 from megatron_lowprec.linear.layer_tensors import SavedForBackward, backward_gemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import once_differentiable, refuse
+from megatron_lowprec.linear.opaque import opaque_linear
 from megatron_lowprec.linear.sharding.dtensors import UNFINISHED, waited
 from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
 from megatron_lowprec.linear.sharding.tensor_parallel import forward_on_mesh
@@ -157,7 +158,7 @@ class LowPrecLayer(StatefulLayer):
         elif self.gathers_fp8:
             y = _run_outside_graph(self, flat, weight, bias)
         elif self._opaque:
-            y = opaque_linear(flat, weight, bias, self._recipe_key)
+            y = opaque_linear(flat, [weight], bias, self._recipe_key)
         else:
             grad = torch.is_grad_enabled()
             y = _traced(flat, weight, bias, self._recipe_key, self.identity, grad, self.training and grad)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_map_only
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.dispatch import transpose_codes
 from megatron_lowprec.kernels.quantize.elements import encode, packed
-from megatron_lowprec.kernels.quantize.reference import block_amax, scale_blocks
-from megatron_lowprec.quantization.primary_weight import Fp8Weight, native_scale
+from megatron_lowprec.kernels.quantize.reference import block_amax
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import quantize_by_reference
-from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.token_rows import stored_codes
 from megatron_lowprec.recipe.schema import GemmSpec, LinearRecipe, QuantSpec
 
 _ATEN = torch.ops.aten
-_KEPT = (_ATEN.detach.default, _ATEN.alias.default)
-_NEW = (_ATEN.empty_like.default, _ATEN.zeros_like.default, _ATEN.new_empty.default, _ATEN.new_zeros.default)
 
 
 class StoredSpecs(NamedTuple):
@@ -95,9 +91,10 @@ class Codes(NamedTuple):
             codes = packed(pad(codes, (0, codes.shape[1] % 2)))
         return Codes(codes.contiguous(), scale.contiguous(), of_tensor)
 
-    def elements(self, spec: QuantSpec, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Values of the format's grid [R, K]: FP8 codes as numbers of torch's dtype, others in ``dtype``."""
-        return stored_codes(self.data, spec, dtype)[:, :columns]
+    def rowwise(self, spec: QuantSpec, shape: torch.Size, dtype: torch.dtype) -> QuantizedTensor:
+        """Rowwise data [R, K] of values of the format's grid: FP8 codes in torch's dtype, others in ``dtype``."""
+        data = stored_codes(self.data, spec, dtype)[:, : shape[1]]
+        return QuantizedTensor(shape, dtype, spec, data, self.scale, rowwise_tensor_scale=self.tensor_scale)
 
 
 def _codes_of(spec: QuantSpec, stored: Iterator[torch.Tensor]) -> Codes:
@@ -162,10 +159,7 @@ class FrozenWeight(Fp8Weight):
 
     def dequantized(self) -> torch.Tensor:
         """fp32 values [O, I] of the codes."""
-        data = self.by_row.elements(self.spec, self.shape_OI[1], torch.float32)
-        stored = QuantizedTensor(self.shape_OI, torch.float32, self.spec, data, self.by_row.scale)
-        stored.rowwise_tensor_scale = self.by_row.tensor_scale
-        return stored.dequantize()
+        return self.by_row.rowwise(self.spec, self.shape_OI, torch.float32).dequantize()
 
     def value(self) -> torch.Tensor:
         """The value as a plain tensor of the weight's shape, in the compute dtype."""
@@ -179,30 +173,16 @@ class FrozenWeight(Fp8Weight):
         assert not self.transposed, "GEMMs take [O, I]"
         if ("dgrad" if columnwise else "fprop") in self.specs.quantizes:
             return None
-        own = self.by_column if columnwise else self.by_row
-        spec = self.specs.columnwise if columnwise and own is not None else self.spec
-        assert spec is not None
-        found = self.by_row if own is None else own
-        flips = columnwise and own is None
-        length = self.shape[0] if columnwise and not flips else self.shape[1]
-        elements, scale = found.elements(spec, length, self.dtype), found.scale
-        folded = not codes and spec.folds_scale and not on_grid
-        if codes:
-            elements = transpose_codes(elements) if flips else elements
-            scale = native_scale(scale.t() if flips else scale, spec)
-        else:
-            # as EmulatedGemms: scales that fold exactly are multiplied into the data, which are contiguous
-            if folded:
-                numbers = as_numbers(scale, spec.scale_format)
-                elements = scale_blocks(elements.float(), numbers, block_sizes(spec, elements))
-            elements = elements.to(self.dtype)
-            elements, scale = (elements.t().contiguous(), scale.t()) if flips else (elements, scale)
-        above = found.tensor_scale if found.tensor_scale is None or not flips else found.tensor_scale.t()
-        side = "columnwise" if columnwise else "rowwise"
-        quantized = QuantizedTensor(self.shape, self.dtype, spec, folded=folded)
-        for field, value in (("data", elements), ("scale", None if folded else scale), ("tensor_scale", above)):
-            setattr(quantized, f"{side}_{field}", value)
-        return quantized
+        found = super().quantized(columnwise=columnwise, codes=codes, on_grid=on_grid)
+        if found.columnwise_data is not None:
+            found.columnwise_data = found.columnwise_data.contiguous()  # as a cast gives them
+        return found
+
+    def _stored(self, columnwise: bool) -> tuple[QuantizedTensor, bool]:
+        if columnwise and self.by_column is not None:
+            assert self.specs.columnwise is not None
+            return self.by_column.rowwise(self.specs.columnwise, torch.Size(reversed(self.shape)), self.dtype), False
+        return self.by_row.rowwise(self.spec, self.shape, self.dtype), columnwise
 
     @property
     def requires_grad(self) -> bool:
@@ -231,28 +211,23 @@ class FrozenWeight(Fp8Weight):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"FrozenWeight({tuple(self.shape)}, {self.spec.format} by {self.spec.granularity})"
 
-    def _with(self, *, transposed: bool) -> FrozenWeight:
-        amax = getattr(self, "main_amax", None)
+    def alias(self, transpose: bool = False) -> FrozenWeight:
+        """Another tensor of the same codes, or its transpose."""
+        amax, transposed = getattr(self, "main_amax", None), self.transposed != transpose
         return FrozenWeight(self.specs, self.stored, self.shape_OI, self.dtype, amax, transposed)
+
+    def write(self, func: Any, args: tuple[Any, ...]) -> NoReturn:
+        """UserError."""
+        raise UserError(_READ_ONLY)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        first = args[0] if args else None
-        if isinstance(first, FrozenWeight):
-            if func in _KEPT:
-                return first._with(transposed=first.transposed)
-            if func is _ATEN.t.default or (func is _ATEN.transpose.int and {d % 2 for d in args[1:]} == {0, 1}):
-                return first._with(transposed=not first.transposed)
-            if func in _NEW:
-                like = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device="meta")
-                return func(like, *args[1:], **{"device": first.device, **kwargs})
-            if func._schema.is_mutable and func._schema.arguments[0].alias_info is not None:
-                raise UserError(_READ_ONLY)
-        args, kwargs = tree_map_only(FrozenWeight, FrozenWeight.value, (args, kwargs))
-        return func(*args, **kwargs)
+        transposes = func is _ATEN.t.default or (func is _ATEN.transpose.int and {d % 2 for d in args[1:]} == {0, 1})
+        if transposes and isinstance(args[0], FrozenWeight):
+            return args[0].alias(transpose=True)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 _READ_ONLY = (

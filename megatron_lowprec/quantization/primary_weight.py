@@ -22,12 +22,19 @@ from megatron_lowprec.kernels.dispatch import multi_tensor_cast_, partial_cast_,
 from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.partial_cast.reference import Shard
 from megatron_lowprec.kernels.quantize.reference import block_amax, fp32_encode_scale, scale_blocks
-from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
+from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
 from megatron_lowprec.recipe.schema import QuantSpec
 
 _ATEN = torch.ops.aten
+_ALIASES = (_ATEN.detach.default, _ATEN.alias.default)
 _RESHAPES = (_ATEN.expand.default, _ATEN.as_strided.default, _ATEN.view.default)
 _NEW = (_ATEN.empty_like.default, _ATEN.zeros_like.default, _ATEN.new_empty.default, _ATEN.new_zeros.default)
+
+
+def aliases(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an op gives its first argument, a weight, as it is."""
+    # autograd expands a gradient's like, FSDP2 a gathered weight, a DTensor views its local tensor
+    return func in _ALIASES or (func in _RESHAPES and tuple(args[1]) == tuple(args[0].shape))
 
 
 class Fp8Weight(torch.Tensor):
@@ -97,6 +104,16 @@ class Fp8Weight(torch.Tensor):
         held = self.decode_scale.new_empty(0) if values is None else values
         return Shard(held, start, (self.shape[0], self.shape[1]))
 
+    def alias(self) -> Fp8Weight:
+        """Another tensor of the same codes."""
+        return Fp8Weight(self.codes, self.decode_scale, self.main_amax, self.spec, self.dtype, self.source)
+
+    def write(self, func: Any, args: tuple[Any, ...]) -> Fp8Weight:
+        """An op that writes the weight: ``copy_``; else NotImplementedError."""
+        if func is not _ATEN.copy_.default:
+            raise NotImplementedError(f"an FP8 primary weight takes values only by copy_, not by {func}")
+        return self.take(args[1].value() if isinstance(args[1], Fp8Weight) else args[1])
+
     def elements(self) -> torch.Tensor:
         """Codes as numbers of torch's FP8 dtype, [O, I]."""
         return self.codes.view(DTYPES[self.spec.format])
@@ -105,7 +122,8 @@ class Fp8Weight(torch.Tensor):
         """The value as a plain tensor: ``source`` if present, else codes times decode scale."""
         if self.source is not None:
             return self.source.to(self.codes.device)
-        return self._scaled(self.elements())
+        elements, scale = self.elements(), torch.atleast_2d(self.decode_scale)
+        return scale_blocks(elements.float(), scale, block_sizes(self.spec, elements)).to(self.dtype)
 
     def quantized(self, *, columnwise: bool, codes: bool, on_grid: bool = False) -> QuantizedTensor:
         """The weight for a GEMM that contracts its rows or its columns.
@@ -115,28 +133,28 @@ class Fp8Weight(torch.Tensor):
             codes: FP8 codes for a native GEMM; else the same values in the compute dtype for an emulated one.
             on_grid: for an emulated GEMM keep scales apart from the values, powers of two as well.
         """
-        elements, scale = self.elements(), torch.atleast_2d(self.decode_scale)
-        quantized = QuantizedTensor(self.shape, self.dtype, self.spec)
-        if not codes:
-            # as EmulatedGemms: scales that are powers of two are multiplied into the data
-            in_data = quantized.folded = self.spec.power_of_two_scale and not on_grid
-            plain = self._scaled(elements) if in_data else elements.to(self.dtype)
-            kept = None if in_data else scale
-            if columnwise:
-                quantized.columnwise_data, quantized.columnwise_scale = plain.t(), None if kept is None else kept.t()
-            else:
-                quantized.rowwise_data, quantized.rowwise_scale = plain, kept
-        elif columnwise:
-            quantized.columnwise_data = transpose_codes(elements)
-            quantized.columnwise_scale = native_scale(scale.t(), self.spec)
-        else:
-            quantized.rowwise_data, quantized.rowwise_scale = elements, native_scale(scale, self.spec)
-        return quantized
+        stored, flips = self._stored(columnwise)
+        (elements, scale), above, spec = stored.rowwise(), stored.rowwise_tensor_scale, stored.spec
+        assert scale is not None
+        assert spec is not None
+        # as EmulatedGemms: scales that fold exactly are multiplied into the data
+        folded = not codes and spec.folds_scale and not on_grid
+        if folded:
+            elements = scale_blocks(elements.float(), as_numbers(scale, spec.scale_format), block_sizes(spec, elements))
+        elements = elements if codes else elements.to(self.dtype)
+        if flips:
+            elements, scale = transpose_codes(elements) if codes else elements.t(), scale.t()
+            above = None if above is None else above.t()
+        scale = native_scale(scale, spec) if codes else scale
+        found = QuantizedTensor(self.shape, self.dtype, spec, folded=folded)
+        for field, value in (("data", elements), ("scale", None if folded else scale), ("tensor_scale", above)):
+            setattr(found, f"{'columnwise' if columnwise else 'rowwise'}_{field}", value)
+        return found
 
-    def _scaled(self, elements: torch.Tensor) -> torch.Tensor:
-        """The elements times the scales of their blocks, in the compute dtype."""
+    def _stored(self, columnwise: bool) -> tuple[QuantizedTensor, bool]:
+        """Rowwise codes for a GEMM, and whether it takes their transpose."""
         scale = torch.atleast_2d(self.decode_scale)
-        return scale_blocks(elements.float(), scale, block_sizes(self.spec, elements)).to(self.dtype)
+        return QuantizedTensor(self.shape, self.dtype, self.spec, self.elements(), scale), columnwise
 
     # Megatron-core's names for ``source``, from which its optimizer initializes main weights
     def get_high_precision_init_val(self) -> torch.Tensor:
@@ -157,18 +175,14 @@ class Fp8Weight(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, Fp8Weight):
-            if func in (_ATEN.detach.default, _ATEN.alias.default) or (
-                # autograd expands a gradient's like, FSDP2 a gathered weight, a DTensor views its local tensor
-                func in _RESHAPES and tuple(args[1]) == tuple(first.shape)
-            ):
-                return cls(first.codes, first.decode_scale, first.main_amax, first.spec, first.dtype, first.source)
-            if func is _ATEN.copy_.default:
-                return first.take(args[1].value() if isinstance(args[1], Fp8Weight) else args[1])
+            if aliases(func, args):
+                return first.alias()
             if func in _NEW:
-                return func(first.codes, *args[1:], **{**kwargs, "dtype": kwargs.get("dtype") or first.dtype})
+                like = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device="meta")
+                return func(like, *args[1:], **{"device": first.device, **kwargs})
             if func._schema.is_mutable and func._schema.arguments[0].alias_info is not None:
-                raise NotImplementedError(f"an FP8 primary weight takes values only by copy_, not by {func}")
-        args, kwargs = tree_map_only(Fp8Weight, Fp8Weight.value, (args, kwargs))
+                return first.write(func, args)
+        args, kwargs = tree_map_only(Fp8Weight, lambda weight: weight.value(), (args, kwargs))
         return func(*args, **kwargs)
 
 

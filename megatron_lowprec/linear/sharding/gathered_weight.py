@@ -8,11 +8,8 @@ import torch
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.backends.protocol import GemmBackend
+from megatron_lowprec.quantization.primary_weight import aliases
 from megatron_lowprec.quantization.tensor import QuantizedTensor
-
-_ATEN = torch.ops.aten
-_ALIASES = (_ATEN.detach.default, _ATEN.alias.default)
-_RESHAPES = (_ATEN.expand.default, _ATEN.as_strided.default, _ATEN.view.default)
 
 
 class Gathered(Protocol):
@@ -81,8 +78,6 @@ class GatheredWeight(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         first = args[0] if args else None
-        if isinstance(first, GatheredWeight) and (
-            func in _ALIASES or (func in _RESHAPES and tuple(args[1]) == tuple(first.shape))
-        ):
+        if isinstance(first, GatheredWeight) and aliases(func, args):
             return cls(first.gathered, first.shape, first.dtype, first.device)
         raise NotImplementedError(f"{func} reads a weight of which FSDP2 gathered only codes")

@@ -6,10 +6,9 @@ Needs torchtitan. Importing this module registers the override and changes nothi
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config.override import override
 from torchtitan.models.common.linear import Linear
@@ -18,21 +17,10 @@ from torchtitan.tools.logging import logger
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.convert import plan
-from megatron_lowprec.linear.layer_histories import LayerGroup, check_common_step, spans_ranks
-from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.linear.layer_histories import LayerGroup
 from megatron_lowprec.linear.lowprec_linear import LowPrecLinear
 from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.recipe import Recipe
-
-
-class Binding(NamedTuple):
-    """Arguments of ``LowPrecLayer.bind`` that the configuration of a layer holds."""
-
-    recipe: Recipe
-    place: Layer
-    path: str
-    seed: int
-    group: LayerGroup
 
 
 class LowPrecTitanLinear(LowPrecLinear, Linear):
@@ -40,16 +28,13 @@ class LowPrecTitanLinear(LowPrecLinear, Linear):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        """Sizes of ``Linear``, and the layer's place under a recipe."""
+        """Sizes of ``Linear``, and the arguments of ``LowPrecLayer.bind``."""
 
-        _binding: Binding
+        _binding: tuple[Recipe, Layer, int, LayerGroup]
 
     def __init__(self, config: Config) -> None:
         Linear.__init__(self, config)
-        recipe, place, path, seed, group = config._binding
-        in_group = dist.is_available() and dist.is_initialized()
-        linear_id = LinearId(place.number, path, data_parallel_rank=dist.get_rank() if in_group else 0)
-        self.bind(recipe, place, linear_id, seed, group=group, one_rank=not in_group)
+        self.bind(*config._binding)
 
 
 class LowPrecConverter(QuantizationConverter):
@@ -89,9 +74,8 @@ class LowPrecConverter(QuantizationConverter):
             device="cuda" if torch.cuda.is_available() else "cpu",
             dtype=getattr(torch, options.dtype),
         )
-        if spans_ranks(None):
-            check_common_step(conversion.recipe.delayed_operands().values())
         group = LayerGroup(whole=True)
+        group.check_common_step(conversion.recipe.delayed_operands().values())
         places = conversion.converted
         found = [node for node in model_config.traverse(Linear.Config) if node[0] in places]
         if not found:
@@ -103,7 +87,7 @@ class LowPrecConverter(QuantizationConverter):
                 "converter could replace: leave them in the compute dtype by keep_bf16"
             )
         for path, layer, parent, name in found:
-            binding = Binding(conversion.recipe, places[path], path, options.seed, group)
+            binding = conversion.recipe, places[path], options.seed, group
             given = {each.name: getattr(layer, each.name) for each in fields(layer) if each.init}
             converted = LowPrecTitanLinear.Config(**given, _binding=binding)
             if isinstance(parent, list):

@@ -151,7 +151,7 @@ class FrozenLayer(LowPrecLayer):
             x, bias = x.to(own), None if bias is None else bias.to(own)
         self.check_dtypes(x, own)
         tensors = [getattr(self, name) for name in self._names]
-        y = opaque_linear(x.reshape(-1, x.shape[-1]), tensors, bias, self._recipe_key, self._number)
+        y = opaque_linear(x.reshape(-1, x.shape[-1]), tensors, bias, self.recipe_key, self._number)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @torch.compiler.disable(reason="random draws and amax histories of a frozen layer are state outside the graph")

@@ -24,9 +24,9 @@ from megatron_lowprec.linear.backends.protocol import COMPUTE_DTYPES
 from megatron_lowprec.linear.backends.table import Choice, choose
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.experts.hugging_face_experts import ExpertWeight, expert_weights
-from megatron_lowprec.linear.layer_histories import LayerGroup, check_common_step, spans_ranks
+from megatron_lowprec.linear.layer_histories import LayerGroup
 from megatron_lowprec.linear.layer_state import StatefulLayer, added_keys, combined, drop_unused_state
-from megatron_lowprec.linear.linear_id import LinearId, is_adapter, without_adapters
+from megatron_lowprec.linear.linear_id import is_adapter, without_adapters
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
 from megatron_lowprec.recipe.coverage import LinearSite, check_globs, check_no_phases, check_rules, indivisible
 from megatron_lowprec.recipe.layer_match import Layer
@@ -152,13 +152,8 @@ def convert(
     if not conversion.converted:
         reasons = conversion.lines_of_excluded(False) + conversion.lines_of_excluded(True)
         raise UserError(f"recipe {recipe.name} converts no layer: {'; '.join(reasons) or 'the model has no nn.Linear'}")
-    if spans_ranks(group):
-        check_common_step(recipe.delayed_operands().values())
-    in_group = dist.is_available() and dist.is_initialized()
-    one_rank = data_parallel_rank is None and not in_group
-    layers = LayerGroup(group, given_rank=data_parallel_rank is not None)
-    if data_parallel_rank is None:
-        data_parallel_rank = dist.get_rank(group) if in_group else 0
+    layers = LayerGroup(group, rank=data_parallel_rank)
+    layers.check_common_step(recipe.delayed_operands().values())
     modules = {layer.path: layer for layer in _linears(model)}
     for path in conversion.converted:
         layer = modules[path]
@@ -169,11 +164,10 @@ def convert(
             kind = LowPrecLinear if isinstance(module, nn.Linear) else LowPrecConv1D
             module.__class__ = kind if type(module) is nn.Linear else combined(kind, type(module))
             assert isinstance(module, LowPrecLayer)
-        linear_id = LinearId(layer.number, layer.plain_path or "linear", data_parallel_rank=data_parallel_rank)
-        module.bind(conversion.recipe, layer.place, linear_id, seed, group=layers, one_rank=one_rank)
+        module.bind(conversion.recipe, layer.place, seed, layers)
     model.register_load_state_dict_pre_hook(drop_unused_state)
     logger.info("%s", conversion)
-    if not in_group or dist.get_rank() == 0:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         for line in conversion.lines_of_excluded(requested=False):
             warnings.warn(f"convert to {recipe.name}: {line}", stacklevel=2)
     return model

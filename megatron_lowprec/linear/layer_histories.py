@@ -27,20 +27,6 @@ from megatron_lowprec.quantization.random_stream import in_backward_pass
 from megatron_lowprec.recipe.schema import HistorySpec
 
 
-def spans_ranks(group: dist.ProcessGroup | None) -> bool:
-    """Whether a process group, None for all ranks, exists and has more than one rank."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-
-
-def check_common_step(specs: Iterable[HistorySpec]) -> None:
-    """Raise UserError for histories that several ranks cannot share, because they have no common step."""
-    if any(spec.update == "microbatch" for spec in specs):
-        raise UserError(
-            "history_update=microbatch is not reduced over data-parallel ranks, whose scales would differ: "
-            "use history_update=step"
-        )
-
-
 class LayerHistories:
     """Amax histories of one layer, and the weight that they belong to.
 
@@ -173,7 +159,7 @@ class LayerGroup:
     Args:
         ranks: the ranks that hold the same layers; None for all ranks.
         distributed: False for layers of this process only.
-        given_rank: whether the caller chose the data-parallel rank of the layers' draws.
+        rank: the data-parallel rank of the layers' draws; None for that of the process in ``ranks``.
         whole: refuse passes on several ranks once layers were removed: each stage of a pipeline holds others, and would
             wait for the rest in the collectives of its first pass.
 
@@ -187,11 +173,11 @@ class LayerGroup:
         ranks: dist.ProcessGroup | None = None,
         *,
         distributed: bool = True,
-        given_rank: bool = False,
+        rank: int | None = None,
         whole: bool = False,
     ) -> None:
-        self.ranks, self._distributed, self.given_rank = ranks, distributed, given_rank or not distributed
-        self._whole = whole
+        self.ranks, self._distributed, self._whole = ranks, distributed, whole
+        self._rank = rank if distributed else 0
         self._begin()
 
     def _begin(self) -> None:
@@ -203,7 +189,7 @@ class LayerGroup:
         _follow_optimizers()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = "ranks", "_distributed", "given_rank", "_whole"
+        names = "ranks", "_distributed", "_rank", "_whole"
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -215,6 +201,26 @@ class LayerGroup:
         copied = memo[id(self)] = LayerGroup.__new__(LayerGroup)
         copied.__setstate__(self.__getstate__())
         return copied
+
+    @property
+    def given_rank(self) -> bool:
+        """Whether the caller chose the data-parallel rank of the layers' draws."""
+        return self._rank is not None
+
+    @property
+    def rank(self) -> int | None:
+        """The data-parallel rank of the layers' draws; None before there are any ranks."""
+        if self._rank is None and dist.is_available() and dist.is_initialized():
+            return dist.get_rank(self.ranks)
+        return self._rank
+
+    def check_common_step(self, specs: Iterable[HistorySpec]) -> None:
+        """Raise UserError for histories that several ranks cannot share, because they have no common step."""
+        if self._spans_ranks and any(spec.update == "microbatch" for spec in specs):
+            raise UserError(
+                "history_update=microbatch is not reduced over data-parallel ranks, whose scales would differ: "
+                "use history_update=step"
+            )
 
     def add(self, layer: Any) -> None:
         """Let a ``LowPrecLayer`` join; in the same order on all ranks."""
@@ -268,7 +274,7 @@ class LayerGroup:
         histories = [layer.histories for layer in self.layers]
         specs = [spec for one in histories for spec in one.specs]
         if specs and self._spans_ranks:
-            check_common_step(specs)
+            self.check_common_step(specs)
             for one in histories:
                 for history in one:
                     history.drop_not_finite()

@@ -16,14 +16,18 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.backends.traced import recipe_key
 from megatron_lowprec.linear.compiled import identity_of
 from megatron_lowprec.linear.layer_histories import LayerGroup, LayerHistories
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.linear.linear_id import SIDES
+from megatron_lowprec.linear.linear_id import SIDES, LinearId
 from megatron_lowprec.quantization.amax_history import AMAX, empty_histories, load_histories, update_together
 from megatron_lowprec.quantization.device_rng_step import capturing
 from megatron_lowprec.quantization.forward_pass import PassCounter, is_training_pass
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
+from megatron_lowprec.recipe.layer_match import Layer
+from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import LinearRecipe
 
 _DRAWS = "draws"
 _KEY = re.compile(rf"(?:(?P<layer>.*)\.)?(?:(?P<amax>{AMAX})\.(?:{'|'.join(SIDES)})|{_DRAWS})")
@@ -32,9 +36,11 @@ _KEY = re.compile(rf"(?:(?P<layer>.*)\.)?(?:(?P<amax>{AMAX})\.(?:{'|'.join(SIDES
 class StatefulLayer(nn.Module):
     """Base of a layer that has the state of a recipe.
 
-    A subclass has ``weight`` and gives ``linear_gemms`` the histories of ``histories.of``.
+    A subclass has ``weight`` and calls ``bind`` once, or ``convert`` does.
 
     Attributes:
+        recipe: the model's recipe, also of a layer that it keeps in the compute dtype.
+        recipe_key: of what the layer runs, for a compiled graph.
         histories, passes: the state.
         group: the layers whose steps end together; None without state.
         identity: of ``identity_of``, for a compiled graph; None without state.
@@ -45,25 +51,33 @@ class StatefulLayer(nn.Module):
     weight: nn.Parameter
     linear_gemms: LinearGemms
 
-    def make_state(self) -> None:
-        """Begin without amaxes and draws, before ``linear_gemms`` are made."""
+    def bind(self, recipe: Recipe, place: Layer, seed: int = 0, group: LayerGroup | None = None) -> None:
+        """Give the layer its GEMMs, without amaxes and draws so far.
+
+        Args:
+            recipe: must divide the layer's sizes.
+            place: for which the recipe is asked; its module's path is the name in the keys of random draws.
+            seed: of the random draws.
+            group: the layers of the model, whose steps end together; None for a layer of its own, in this process only.
+        """
+        self.recipe, linear = recipe, recipe.at(place)
+        self.recipe_key = recipe_key(linear)
         self.histories, self.passes = LayerHistories(self.weight.device), PassCounter()
         self.group: LayerGroup | None = None
         self.rng_step = RngStep(0, 0)
         self.identity: torch.Tensor | None = None
-
-    def join(self, group: LayerGroup | None, one_rank: bool = False) -> None:
-        """End steps with the layers of a group.
-
-        Args:
-            group: None for a layer of its own, in this process only.
-            one_rank: refuse random draws if the process belongs to several ranks, because they would be equal.
-        """
-        self._one_rank = one_rank and self.linear_gemms.recipe.random
+        rank = 0 if group is None else group.rank
+        name = place.module or place.name or "linear"
+        self.linear_gemms = self.gemms_of(linear, LinearId(place.number, name, data_parallel_rank=rank or 0), seed)
+        self._one_rank = rank is None and linear.random
         if self.added_keys:
             self.group = LayerGroup(distributed=False) if group is None else group
             self.group.add(self)
             self.identity = identity_of(self)
+
+    def gemms_of(self, recipe: LinearRecipe, linear_id: LinearId, seed: int) -> Any:
+        """The layer's GEMMs under what it runs."""
+        return LinearGemms(recipe, linear_id, seed, self.histories.of)
 
     # ---- passes
     def check_dtypes(self, x: torch.Tensor, dtype: torch.dtype) -> None:
@@ -174,6 +188,7 @@ class StatefulLayer(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        recipe_key(self.linear_gemms.recipe)  # another process may have the layer's first
         if self.group is not None:
             self.group.add(self)
             self.identity = identity_of(self)

@@ -6,13 +6,10 @@ import torch
 from torch import nn
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.backends.traced import recipe_key
 from megatron_lowprec.linear.compiled import traced_gemms, traced_pass
-from megatron_lowprec.linear.layer_histories import LayerGroup
 from megatron_lowprec.linear.layer_state import StatefulLayer, title, without_autocast
 from megatron_lowprec.linear.layer_tensors import SavedForBackward, backward_gemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.once_differentiable import once_differentiable, refuse
 from megatron_lowprec.linear.opaque import opaque_linear
 from megatron_lowprec.linear.sharding.dtensors import UNFINISHED, waited
@@ -67,10 +64,9 @@ _apply = super(torch.autograd.Function, _LinearFunction).apply
 class LowPrecLayer(StatefulLayer):
     """Base of a linear layer whose three GEMMs follow a recipe.
 
-    A subclass has ``weight`` and ``bias`` and calls ``bind`` once.
+    A subclass has ``weight`` and ``bias``.
 
     Attributes:
-        recipe: the model's recipe, also of a layer that it keeps in the compute dtype.
         gathers_fp8: set by ``enable_fp8_all_gather``.
         holds_codes: whether codes stand for the weight, as ``quantize_frozen_weights`` makes them.
     """
@@ -78,32 +74,6 @@ class LowPrecLayer(StatefulLayer):
     gathers_fp8 = holds_codes = _opaque = False
 
     bias: nn.Parameter | None
-
-    def bind(
-        self,
-        recipe: Recipe,
-        place: Layer,
-        linear_id: LinearId,
-        seed: int = 0,
-        *,
-        group: LayerGroup | None = None,
-        one_rank: bool = False,
-    ) -> None:
-        """Give the layer its GEMMs.
-
-        Args:
-            recipe: must divide the layer's sizes.
-            place: for which the recipe is asked.
-            linear_id: identity of the random draws.
-            seed: of the random draws.
-            group: the layers of the model; None for a layer of its own, in this process only.
-            one_rank: as ``StatefulLayer.join``.
-        """
-        self.recipe, linear = recipe, recipe.at(place)
-        self.make_state()
-        self.linear_gemms = LinearGemms(linear, linear_id, seed, self.histories.of)
-        self._recipe_key = recipe_key(linear)
-        self.join(group, one_rank)
 
     @property
     def weight_OI(self) -> torch.Tensor:  # noqa: N802 - a shape suffix
@@ -158,10 +128,10 @@ class LowPrecLayer(StatefulLayer):
         elif self.gathers_fp8:
             y = _run_outside_graph(self, flat, weight, bias)
         elif self._opaque:
-            y = opaque_linear(flat, [weight], bias, self._recipe_key)
+            y = opaque_linear(flat, [weight], bias, self.recipe_key)
         else:
             grad = torch.is_grad_enabled()
-            y = _traced(flat, weight, bias, self._recipe_key, self.identity, grad, self.training and grad)
+            y = _traced(flat, weight, bias, self.recipe_key, self.identity, grad, self.training and grad)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def _check_gathered(self, weight: torch.Tensor, kind: str) -> None:
@@ -180,10 +150,6 @@ class LowPrecLayer(StatefulLayer):
     def extra_repr(self) -> str:
         """Sizes, as the replaced layer's, and the recipe."""
         return f"{super().extra_repr()}, recipe={self.linear_gemms.recipe.name}"
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        recipe_key(self.linear_gemms.recipe)  # another process may have the layer's first
 
 
 def _run(layer: LowPrecLayer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -264,7 +230,7 @@ class LowPrecLinear(LowPrecLayer, nn.Linear):  # type: ignore[misc]  # torch doe
         recipe, place = as_recipe(recipe), Layer(layer, name, num_layers)
         _check_place(recipe, place)
         check_site(recipe.at(place), LinearSite(layer, name, in_features, out_features, "column"), 1)
-        self.bind(recipe, place, LinearId(layer, name), seed)
+        self.bind(recipe, place, seed)
 
 
 class LowPrecConv1D(LowPrecLayer):

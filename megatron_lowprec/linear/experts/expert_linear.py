@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -11,9 +12,8 @@ import torch
 from torch import nn
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.backends.traced import recipe_key
 from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
-from megatron_lowprec.linear.layer_histories import LayerGroup, LayerHistories
+from megatron_lowprec.linear.layer_histories import LayerHistories
 from megatron_lowprec.linear.layer_state import StatefulLayer, title, without_autocast
 from megatron_lowprec.linear.layer_tensors import backward_gemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
@@ -22,8 +22,7 @@ from megatron_lowprec.linear.once_differentiable import once_differentiable, ref
 from megatron_lowprec.linear.sharding.dtensors import is_dtensor, waited
 from megatron_lowprec.quantization.amax_history import AmaxHistory, empty_histories
 from megatron_lowprec.quantization.random_stream import RngStep
-from megatron_lowprec.recipe.layer_match import Layer
-from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.schema import LinearRecipe
 
 
 class _GroupHistory:
@@ -132,35 +131,20 @@ class ExpertLinear(StatefulLayer):
         self._owner: weakref.ref[nn.Module] | None = weakref.ref(owner)
         self._parameter, self._transposed = parameter, transposed
 
-    def bind(
-        self,
-        recipe: Recipe,
-        place: Layer,
-        linear_id: LinearId,
-        seed: int = 0,
-        *,
-        group: LayerGroup | None = None,
-        one_rank: bool = False,
-    ) -> None:
-        """As ``LowPrecLayer.bind``; the experts' numbers enter the keys of their draws."""
-        self.recipe, linear = recipe, recipe.at(place)
-        self.recipe_key = recipe_key(linear)
-        self.make_state()
-
+    def gemms_of(self, recipe: LinearRecipe, linear_id: LinearId, seed: int) -> ExpertGemms:
+        """As ``StatefulLayer``; the experts' numbers enter the keys of their draws."""
         number = len(self.weight)
-        of_tensors = {tensor: self.histories.of(spec) for tensor, spec in linear.delayed_operands().items()}
+        of_tensors = {tensor: self.histories.of(spec) for tensor, spec in recipe.delayed_operands().items()}
         slots = {tensor: history.add_tensors(number) for tensor, history in of_tensors.items()}
 
-        def gemms_of(expert: int) -> LinearGemms:
-            own = LinearId(linear_id.layer, linear_id.name, expert, linear_id.data_parallel_rank)
+        def of_expert(expert: int) -> LinearGemms:
             histories = {tensor: (history, slots[tensor][expert]) for tensor, history in of_tensors.items()}
-            return LinearGemms(linear, own, seed, self.histories.of, histories=histories)
+            return LinearGemms(recipe, replace(linear_id, expert=expert), seed, self.histories.of, histories=histories)
 
-        first = gemms_of(0)
+        first = of_expert(0)
         # nothing tells the others apart without draws and histories
-        experts = [first] * number if first.is_pure else [first, *map(gemms_of, range(1, number))]
-        self.linear_gemms: Any = ExpertGemms(experts, self.histories)
-        self.join(group, one_rank)
+        experts = [first] * number if first.is_pure else [first, *map(of_expert, range(1, number))]
+        return ExpertGemms(experts, self.histories)
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -223,7 +207,6 @@ class ExpertLinear(StatefulLayer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)  # the rest when the owner exists
-        recipe_key(self.linear_gemms.recipe)  # another process may have the layer's first
 
     def belong_to(self, owner: nn.Module) -> None:
         """End a copy: the owner's is made behind those of its modules."""

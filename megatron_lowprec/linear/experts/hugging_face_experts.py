@@ -20,7 +20,6 @@ from megatron_lowprec.linear.experts.bias_of_tokens import bias_of_tokens
 from megatron_lowprec.linear.experts.expert_linear import ExpertLinear
 from megatron_lowprec.linear.experts.traced_experts import traced_experts
 from megatron_lowprec.linear.layer_state import combined
-from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.recipe import Recipe
 
@@ -81,7 +80,7 @@ class ExpertWeight:
             self.owner.__class__ = combined(LowPrecExperts, type(self.owner))
             for name in _projections(self.owner):
                 linear = ExpertLinear(self.owner, name, self.owner.is_transposed)
-                linear.bind(_BF16, Layer(1, name, None), LinearId(1, name))
+                linear.bind(_BF16, Layer(1, name, None))
                 self.owner.add_module(_gemms_of(name), linear)
         found: ExpertLinear = getattr(self.owner, _gemms_of(self.name))
         return found

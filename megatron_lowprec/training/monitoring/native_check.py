@@ -58,9 +58,13 @@ class NativeCheck:
         if not self._pending:
             return
         self._pending = False
-        elsewhere = on_any_rank(bool(CHECKS.fault), self._device) and not CHECKS.fault
+        elsewhere, experts_elsewhere = (
+            on_any_rank(bool(here), self._device) and not here for here in (CHECKS.fault, CHECKS.experts_fault)
+        )
         if CHECKS.results:
             self._say(CHECKS.summary())
             self._record(CHECKS.as_json(), UNVERIFIED if CHECKS.fault or elsewhere else ())
         if elsewhere:
             self._say("native products FAILED their check on another rank, which emulates: see its warning")
+        if experts_elsewhere:
+            self._say("a grouped native product failed its check on another rank: its experts run one by one")

@@ -53,14 +53,31 @@ def test_the_check_is_said_and_recorded_once(start: StartChecks) -> None:
     start.record(("a",), Check("fprop [2, 3]", 0.25))
     said, recorded = said_after(Config())
     assert said == ["native products checked at start: 1 comparisons, the worst at 0.25 of its bound"]
-    assert recorded == [{"fault": "", "checks": [{"what": "fprop [2, 3]", "error": 0.25, "fault": ""}]}]
+    checks = [{"what": "fprop [2, 3]", "error": 0.25, "fault": ""}]
+    assert recorded == [{"fault": "", "experts_fault": "", "checks": checks}]
     assert said_after(Config(native="off")) == ([], [])
 
 
-def test_a_fault_of_another_rank_is_said(start: StartChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_experts_is_said_and_recorded(start: StartChecks) -> None:
+    """The products of single experts stay native, and are no fault."""
+    start.record(("a",), Check("fprop [2, 3]", 0.25))
+    with pytest.warns(NativeCheckWarning, match="a grouped native product failed its check"):
+        start.record(("b",), Check("fprop of 2 experts", 3.0, "wrong"), of_experts=True)
+    said, (recorded,) = said_after(Config())
+    assert said == [
+        "native products checked at start: 2 comparisons, the worst at 0.25 of its bound; experts run one after the "
+        "other, fprop of 2 experts: wrong"
+    ]
+    assert (recorded["fault"], recorded["experts_fault"]) == ("", "fprop of 2 experts: wrong")
+
+
+def test_faults_of_another_rank_are_said(start: StartChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_check, "on_any_rank", lambda *_: True)
     said, _ = said_after(Config())
-    assert said == ["native products FAILED their check on another rank, which emulates: see its warning"]
+    assert said == [
+        "native products FAILED their check on another rank, which emulates: see its warning",
+        "a grouped native product failed its check on another rank: its experts run one by one",
+    ]
 
 
 def test_a_run_whose_products_failed_is_recorded_as_emulated(start: StartChecks, tmp_path: Path) -> None:

@@ -135,7 +135,8 @@ class StartChecks:
 
     def as_json(self) -> dict[str, object]:
         """The record that is kept with a run."""
-        return {"fault": self.fault, "checks": [check._asdict() for check in self.results.values()]}
+        checks = [check._asdict() for check in self.results.values()]
+        return {"fault": self.fault, "experts_fault": self.experts_fault, "checks": checks}
 
 
 CHECKS = StartChecks()

@@ -216,6 +216,19 @@ def test_codes_of_a_dispatcher_in_a_grouped_product() -> None:
     assert product.call_count == 2
 
 
+@pytest.mark.parametrize(("caches", "copies"), [(True, 1), (False, 2)])
+def test_codes_of_all_experts_are_stacked_once_a_step(caches: bool, copies: int) -> None:
+    """Where quantized weights are cached; else in each microbatch, as x is."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(TOKENS), IN, generator=generator).bfloat16()
+    weights = [torch.randn(OUT, IN, generator=generator).bfloat16() for _ in TOKENS]
+    with grouped(), patch.object(blackwell_grouped, "of_experts", wraps=blackwell_grouped.of_experts) as stacked:
+        experts = GroupedLinearGemms([gemms_of("mxfp8", expert, caches) for expert in range(len(TOKENS))])
+        found = [experts.forward(x, TOKENS, weights, RngStep(7, microbatch))[0] for microbatch in range(2)]
+    assert torch.equal(*found)
+    assert stacked.call_count == 2 + copies
+
+
 @pytest.mark.parametrize(
     ("arch", "name", "reason"),
     [

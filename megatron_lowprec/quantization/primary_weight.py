@@ -22,7 +22,7 @@ from megatron_lowprec.kernels.dispatch import multi_tensor_cast_, partial_cast_,
 from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.partial_cast.reference import Shard
 from megatron_lowprec.kernels.quantize.reference import block_amax, fp32_encode_scale, scale_blocks
-from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
+from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes, quantized_direction
 from megatron_lowprec.recipe.schema import QuantSpec
 
 _ATEN = torch.ops.aten
@@ -71,13 +71,8 @@ class Fp8Weight(torch.Tensor):
         source: torch.Tensor | None = None,
     ) -> Fp8Weight:
         self: Fp8Weight = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
-        self.codes, self.decode_scale, self.main_amax, self.spec, self.source = (
-            codes,
-            decode_scale,
-            main_amax,
-            spec,
-            source,
-        )
+        self.codes, self.decode_scale, self.main_amax = codes, decode_scale, main_amax
+        self.spec, self.source = spec, source
         return self
 
     @classmethod
@@ -145,11 +140,8 @@ class Fp8Weight(torch.Tensor):
         if flips:
             elements, scale = transpose_codes(elements) if codes else elements.t(), scale.t()
             above = None if above is None else above.t()
-        scale = native_scale(scale, spec) if codes else scale
-        found = QuantizedTensor(self.shape, self.dtype, spec, folded=folded)
-        for field, value in (("data", elements), ("scale", None if folded else scale), ("tensor_scale", above)):
-            setattr(found, f"{'columnwise' if columnwise else 'rowwise'}_{field}", value)
-        return found
+        kept = None if folded else native_scale(scale, spec) if codes else scale
+        return quantized_direction(self, spec, not columnwise, elements, scale=kept, tensor_scale=above)
 
     def _stored(self, columnwise: bool) -> tuple[QuantizedTensor, bool]:
         """Rowwise codes for a GEMM, and whether it takes their transpose."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -11,6 +11,7 @@ from megatron_lowprec.formats import FORMATS, Format
 from megatron_lowprec.kernels.mx_gemm.operand import from_tiles
 from megatron_lowprec.kernels.quantize.elements import packed, unpacked
 from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale, encode, scale_blocks
+from megatron_lowprec.quantization.transform import Transform
 from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec
 from megatron_lowprec.scaling import granularity_of
 
@@ -253,3 +254,19 @@ def decode_scales(spec: QuantSpec, scale: torch.Tensor, of_tensor: torch.Tensor 
         return numbers if of_tensor is None else numbers * of_tensor
     rows, columns = (outer // inner for outer, inner in zip(spec.outer_block, spec.block, strict=True))
     return scale_blocks(numbers, of_tensor, (rows, columns))
+
+
+def quantized_direction(
+    matrix: torch.Tensor,
+    spec: QuantSpec | None,
+    rowwise: bool,
+    data: torch.Tensor,
+    transform: Transform | None = None,
+    scale: torch.Tensor | None = None,
+    tensor_scale: torch.Tensor | None = None,
+) -> QuantizedTensor:
+    """One direction of a matrix or weight; block scales are in the data unless they are given."""
+    side, of = "rowwise" if rowwise else "columnwise", None if transform is None else transform.spec
+    fields: dict[str, Any] = {"data": data, "scale": scale, "tensor_scale": tensor_scale, "transform": of}
+    of_side = {f"{side}_{field}": value for field, value in fields.items()}
+    return QuantizedTensor(matrix.shape, matrix.dtype, spec, folded=spec is not None and scale is None, **of_side)

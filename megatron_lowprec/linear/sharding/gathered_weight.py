@@ -9,7 +9,7 @@ import torch
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.backends.protocol import GemmBackend
 from megatron_lowprec.quantization.primary_weight import aliases
-from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.quantization.tensor import QuantizedTensor, quantized_direction
 
 
 class Gathered(Protocol):
@@ -58,13 +58,8 @@ class GatheredWeight(torch.Tensor):
             )
         codes = self.gathered.codes(gemm)
         data, scale = backend.from_codes(codes, columnwise=False)
-        operand = QuantizedTensor(self.shape, self.dtype, codes.spec, folded=scale is None)
         above = codes.rowwise_tensor_scale
-        if gemm == "fprop":
-            operand.rowwise_data, operand.rowwise_scale, operand.rowwise_tensor_scale = data, scale, above
-        else:
-            operand.columnwise_data, operand.columnwise_scale, operand.columnwise_tensor_scale = data, scale, above
-        return operand
+        return quantized_direction(self, codes.spec, gemm == "fprop", data, scale=scale, tensor_scale=above)
 
     def fprop_values(self) -> torch.Tensor:
         """fp32 [O, I], values of fprop's operand."""

@@ -28,7 +28,7 @@ from megatron_lowprec.linear.backends.blackwell_mx.start_check import (
     Key,
 )
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, product_of
-from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms, quantized_direction
+from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
 from megatron_lowprec.linear.backends.hopper_fp8.why_not import operands_of
 from megatron_lowprec.linear.backends.protocol import CastRequest, KnownAmax, LayerContext
 from megatron_lowprec.linear.layer_tensors import in_memory
@@ -36,7 +36,7 @@ from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import mx_rule
 from megatron_lowprec.quantization.random_stream import NO_DRAWS, RngStep
-from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.quantization.tensor import QuantizedTensor, quantized_direction
 from megatron_lowprec.recipe.schema import QuantSpec
 
 _Sides = tuple[tuple[QuantizedTensor, bool], tuple[QuantizedTensor, bool]]

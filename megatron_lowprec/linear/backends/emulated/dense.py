@@ -34,7 +34,7 @@ from megatron_lowprec.quantization.frozen_weight import FrozenWeight
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import Reduce, mx_rule, quantize_by_reference, with_amaxes
 from megatron_lowprec.quantization.random_stream import NO_DRAWS, RngStep
-from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
+from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes, quantized_direction
 from megatron_lowprec.quantization.token_rows import stored_codes
 from megatron_lowprec.quantization.transform import Transform
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, HadamardSpec, QuantSpec
@@ -367,19 +367,3 @@ def _side(operand: QuantizedTensor, columnwise: bool) -> _Side:
         return _Side(data, scale, block_sizes(operand.spec, data), above)
     assert scale is None, "fast accumulation of operands with outer blocks is not emulated"
     return _Side(data, above, outer, None)
-
-
-def quantized_direction(
-    matrix: torch.Tensor,
-    spec: QuantSpec | None,
-    rowwise: bool,
-    data: torch.Tensor,
-    transform: Transform | None = None,
-    scale: torch.Tensor | None = None,
-    tensor_scale: torch.Tensor | None = None,
-) -> QuantizedTensor:
-    """One direction of a matrix; block scales are in the data unless they are given."""
-    side, of = "rowwise" if rowwise else "columnwise", None if transform is None else transform.spec
-    fields: dict[str, Any] = {"data": data, "scale": scale, "tensor_scale": tensor_scale, "transform": of}
-    of_side = {f"{side}_{field}": value for field, value in fields.items()}
-    return QuantizedTensor(matrix.shape, matrix.dtype, spec, folded=spec is not None and scale is None, **of_side)

@@ -10,7 +10,7 @@ RECIPE ?= mxfp4_rht_sr
 RUN := runs/gpt_tiny-$(RECIPE)
 ARGS ?=
 # more than cores: some tests wait for others' processes
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 4
 TESTS ?= tests
 MEGATRON_CORE ?= $(shell sed -n 's/^megatron-core==\([0-9.]*\); python_version >= .*/\1/p' $(LOCK))
 RELEASE = $(VENV)/megatron-core-$(MEGATRON_CORE)

@@ -1,6 +1,7 @@
 """Formats in exact arithmetic, written from the specifications and not from the package: the tests' other side."""
 
 from fractions import Fraction
+from functools import cache
 
 import torch
 
@@ -21,6 +22,7 @@ def exact_value(code: int, fmt: Format) -> Fraction | float:
     return sign * Fraction(mantissa + leading) * Fraction(2) ** (max(exponent, 1) - fmt.bias - fmt.mantissa_bits)
 
 
+@cache
 def magnitudes(fmt: Format) -> torch.Tensor:
     """float64 magnitudes of the format, ascending: entry i is the value of code i."""
     values = (exact_value(code, fmt) for code in range(1 << (fmt.exponent_bits + fmt.mantissa_bits)))

@@ -25,6 +25,7 @@ def test_kernels_compile_for_hopper_and_blackwell(tmp_path: Path, arch: str, par
 
 
 @pytest.mark.slow
+@pytest.mark.weekly  # of a benchmark
 def test_instructions_are_counted(tmp_path: Path) -> None:
     file = tmp_path / "counts.json"
     chosen = ["--formats", "e2m1", "--kinds", "rht64", "--directions", "rows", "--out", str(file)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ OPTIONS: dict[str, Any] = {
 }
 
 MXFP8_OPERANDS = tuple((gemm, operand) for gemm, operands in GEMM_OPERANDS.items() for operand in operands)
+
+
+@cache
+def _recipe_yaml(recipe: str, overrides: tuple[str, ...]) -> str:
+    return yaml.safe_dump({"recipe": recipe_to_dict(load_recipe(recipe, overrides))})
 
 
 def write_run(
@@ -74,10 +80,9 @@ def write_run(
         rows.append({**row, "lm loss": loss, "iteration-time": 0.1 if i > 3 else 5.0, "skipped iterations": 0})
         if i % every == 0 or i == iters:
             rows.append({**row, "lm loss validation": math.nan if lost else float(losses[i - 1])})
-    resolved = recipe_to_dict(load_recipe(recipe, overrides))
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "config.yaml").write_text(yaml.safe_dump({"options": chosen, "recipe": resolved}))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"options": chosen}) + _recipe_yaml(recipe, overrides))
     record = {
         "gemms": dict.fromkeys(
             ("fprop", "dgrad", "wgrad"), "not quantized" if recipe == "bf16" else "emulated: no unit"

@@ -278,6 +278,7 @@ def test_quantize_end_to_end_by_tritons_interpreter() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.weekly  # quantize runs so on every change
 def test_ops_end_to_end_by_tritons_interpreter(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     out = tmp_path / "ops.json"

@@ -207,6 +207,7 @@ def test_its_amax_histories_are_saved_with_the_recipe_and_begin_anew_without(tmp
 
 
 @pytest.mark.slow
+@pytest.mark.weekly  # tests/tools/test_no_code_runs.py has the other readers
 def test_no_code_of_an_extra_state_runs(tmp_path: Path) -> None:
     """TransformerEngine unpickles its states freely: the driver and evaluate read them before it does."""
     common = {"recipe": "fp8_delayed", "train_iters": 2, "lr_decay_iters": 10}

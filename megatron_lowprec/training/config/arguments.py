@@ -7,6 +7,7 @@ import difflib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -88,6 +89,13 @@ def build_parser(problems: list[str] | None = None) -> argparse.ArgumentParser:
         else:
             fp8.add_argument(flag(name), help=argparse.SUPPRESS)
     return parser
+
+
+@cache
+def _collecting_parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """A parser with the list of its last problems; sweeps and reports parse hundreds of command lines."""
+    problems: list[str] = []
+    return build_parser(problems), problems
 
 
 def _add_flag(group: argparse._ActionsContainer, name: str, option: str, problems: list[str] | None) -> None:
@@ -183,8 +191,8 @@ def _flags(argv: Sequence[str]) -> tuple[Translated, dict[str, Any]]:
     Raises:
         UserError: names all flags that are unknown or refused, or have a value of the wrong type.
     """
-    wrong: list[str] = []
-    parser = build_parser(wrong)
+    parser, wrong = _collecting_parser()
+    wrong.clear()
     ours = choices_of_flags(parser)
     asked = translate(argv, ours)
     known = [*ours, *megatron_flags()]

@@ -74,7 +74,7 @@ def made(tmp_path: Path, tiny: Tokenizer) -> str:
 @pytest.mark.parametrize(
     ("folder", "name", "documents", "tokens", "entropy"),
     [
-        ("gpt2", "valid", 431, 729121, 7.5601),
+        pytest.param("gpt2", "valid", 431, 729121, 7.5601, marks=pytest.mark.weekly),
         ("gpt2", "test", 460, 743154, 7.5816),
         ("tiny_bpe", "test", 460, 1705424, 5.3400),
     ],

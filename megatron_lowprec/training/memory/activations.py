@@ -1,6 +1,6 @@
 """Activations of a microbatch, saved and transient: arXiv 2205.05198, section 4, adapted to these layers.
 
-``training/models/`` holds the terms of attention and MLP.
+``training/models/`` has the tensors of attention and MLP.
 """
 
 from __future__ import annotations
@@ -8,30 +8,36 @@ from __future__ import annotations
 from megatron_lowprec.recipe.quant_spec import QuantSpec
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.memory.layout import Execution
+from megatron_lowprec.training.memory.saved_tensors import saved_bytes
 from megatron_lowprec.training.models.architectures import architecture_of
-from megatron_lowprec.training.models.common.rank_sizes import sequence_ranks, stream_bytes, tokens_of, width_of
+from megatron_lowprec.training.models.common.rank_sizes import (
+    sequence_ranks,
+    stream_bytes,
+    stream_entries,
+    tokens_of,
+    width_of,
+)
+from megatron_lowprec.training.models.common.saved_tensor import SavedTensor
 from megatron_lowprec.training.models.sizes import linear_sites, sharding
 
 
-def layer_activations(config: Config, runs: Execution | None = None, layer: int | None = None) -> dict[str, float]:
+def layer_activations(config: Config, runs: Execution, layer: int | None = None) -> dict[str, float]:
     """Bytes that one transformer layer saves for backward, by tensor, for one microbatch; the last one by default.
 
     A linear layer saves its input in the compute dtype, or one byte per value if its FP8 GEMMs are native.
-    Without ``runs``: a bf16 recipe on a CPU.
     """
     layer = layer or config.shape.num_layers
-    architecture = architecture_of(config)
-    saved = {
-        "input of the first norm": stream_bytes(config),
-        **architecture.attention.activations(config, runs, layer),
-        "input of the second norm": stream_bytes(config),
-        "statistics of the norms": _norm_statistics(config, 2),
-        **architecture.mlp.activations(config, runs, layer),
-    }
-    if config.hidden_dropout and not (runs is not None and runs.fused):
-        masks = 2 * tokens_of(config) * config.shape.hidden_size
-        saved["masks of the two residual dropouts"] = masks / sequence_ranks(config)
-    return saved
+    architecture, stream = architecture_of(config), stream_entries(config)
+    saved = [
+        SavedTensor("input of the first norm", stream),
+        *architecture.attention.activations(config, layer),
+        SavedTensor("input of the second norm", stream),
+        SavedTensor("statistics of the norms", 2 * _norm_statistics(config), width=4),
+        *architecture.mlp.activations(config, layer),
+    ]
+    if config.hidden_dropout:
+        saved.append(SavedTensor("masks of the two residual dropouts", 2 * stream, width=1, unfused=True))
+    return saved_bytes(saved, config, runs, layer)
 
 
 def embedding_activations(config: Config) -> dict[str, float]:
@@ -48,7 +54,7 @@ def head_activations(config: Config) -> dict[str, float]:
     return {
         "input of the final norm": stream_bytes(config),
         "input of the output layer": stream_bytes(config),
-        "statistics of the norm": _norm_statistics(config, 1),
+        "statistics of the norm": 4 * _norm_statistics(config),
     }
 
 
@@ -122,7 +128,6 @@ def _whole(config: Config, runs: Execution, layers: range) -> list[float]:
     return [sum(layer_activations(config, runs, layer).values()) for layer in layers]
 
 
-def _norm_statistics(config: Config, norms: int) -> float:
-    """Bytes of each token's fp32 mean and reciprocal deviation; RMSNorm has only a reciprocal root mean square."""
-    means = 2 if config.normalization == "LayerNorm" else 1
-    return norms * tokens_of(config) * 4.0 * means / sequence_ranks(config)
+def _norm_statistics(config: Config) -> float:
+    """Each token's mean and reciprocal deviation in fp32; RMSNorm has only a reciprocal root mean square."""
+    return tokens_of(config) * (2 if config.normalization == "LayerNorm" else 1) / sequence_ranks(config)

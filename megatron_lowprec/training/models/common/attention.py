@@ -9,9 +9,9 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.fields import check_divisible
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.common.execution import Execution
 from megatron_lowprec.training.models.common.interface import Sharding
-from megatron_lowprec.training.models.common.rank_sizes import cached, norm_output, tokens_of, width_of
+from megatron_lowprec.training.models.common.rank_sizes import stream_entries, tokens_of, width_of
+from megatron_lowprec.training.models.common.saved_tensor import SavedTensor
 from megatron_lowprec.training.options.training_options import ParallelOptions
 
 
@@ -74,50 +74,49 @@ def other_weights(config: Config, layer: int) -> int:
     return 2 * norm if config.qk_layernorm else 0
 
 
-def activations(config: Config, runs: Execution | None, layer: int) -> dict[str, float]:
-    """Bytes saved for backward.
-
-    scaled_dot_product_attention saves queries, keys, values, output and the log-sum-exp of each row, no scores; its
-    output is saved in addition to linear_proj's FP8 codes of it, unless both save it in a format of the recipe.
-    """
-    tokens, width, tensor = tokens_of(config), width_of(config), config.tensor_model_parallel_size
+def activations(config: Config, layer: int) -> list[SavedTensor]:
+    """Inputs of both linear layers; queries, keys and values as they are computed, and as core attention takes them."""
+    tokens, tensor = tokens_of(config), config.tensor_model_parallel_size
     heads, channels = config.shape.num_attention_heads, config.shape.kv_channels
-    query = tokens * heads * channels * width / tensor
-    key_value = tokens * config.num_query_groups * channels * width / tensor
+    query = tokens * heads * channels / tensor
+    key_value = tokens * config.num_query_groups * channels / tensor
     turned, grouped = config.position_embedding_type == "rope", config.num_query_groups < heads
-    saved = {
-        "input of linear_qkv": norm_output(config, runs, layer, "self_attention.linear_qkv"),
-        "output of linear_qkv": query + 2 * key_value,
-    }
-    codes = output_codes(runs, query / width)
-    saved |= codes or {"input of linear_proj (output of attention)": query}
-    own = runs if runs is not None and not runs.casts_again(config) else None  # linear_proj's, beside attention's
-    if not codes and own is not None and own.keeps_codes(config, layer, "self_attention.linear_proj"):
-        saved["FP8 codes of linear_proj's input"] = query / width
+    saved = [
+        SavedTensor(
+            "input of linear_qkv", stream_entries(config), input_of="self_attention.linear_qkv", behind_norm=True
+        ),
+        SavedTensor("output of linear_qkv", query + 2 * key_value),
+        output(query),
+    ]
     if turned or grouped:
-        saved["queries and keys on their own"] = query + (key_value if turned else 0.0)
+        saved.append(SavedTensor("queries and keys on their own", query + (key_value if turned else 0)))
     if config.qk_layernorm:
-        saved["inputs of the norms of queries and keys"] = query + key_value
-    if turned and not (runs is not None and runs.fused and plain_rope(config)):  # for queries and keys
-        saved["cosines and sines"] = 4 * config.shape.seq_length * int(channels * config.rotary_percent) * width
-    if config.recompute_granularity != "selective":
-        saved |= saved_scores(config)
-    return saved
+        saved.append(SavedTensor("inputs of the norms of queries and keys", query + key_value))
+    if turned:  # for queries and keys; a kernel rotates by the plain rope
+        entries = 4 * config.shape.seq_length * int(channels * config.rotary_percent)
+        saved.append(SavedTensor("cosines and sines", entries, unfused=config.rope_type == "rope"))
+    return saved + core_attention(config)
 
 
-def plain_rope(config: Config) -> bool:
-    """Whether a GPU's kernel rotates queries and keys, and saves nothing for it."""
-    return config.position_embedding_type == "rope" and config.rope_type == "rope"
-
-
-def output_codes(runs: Execution | None, entries: float) -> dict[str, float]:
-    """Bytes of attention's output of that many entries if the recipe saves it in a format, else empty."""
-    return cached(runs, "attention_output", "input of linear_proj (output of attention)", entries)
+def output(entries: float) -> SavedTensor:
+    """Output of core attention, which saves it as well as linear_proj."""
+    name = "input of linear_proj (output of attention)"
+    return SavedTensor(
+        name,
+        entries,
+        input_of="self_attention.linear_proj",
+        also_output=True,
+        activation="attention_output",
+        in_format=f"{name} in {{}}",
+    )
 
 
 def recomputed_bytes(config: Config) -> float:
     """Bytes of the scores, which only Megatron-core's unfused attention stores."""
-    return _scores(config) if config.attention_backend == "local" else 0.0
+    if config.attention_backend != "local":
+        return 0.0
+    scores = _scores(config)
+    return scores.entries * scores.width
 
 
 def score_channels(config: Config) -> float:
@@ -125,17 +124,20 @@ def score_channels(config: Config) -> float:
     return config.shape.kv_channels * config.shape.num_attention_heads
 
 
-def saved_scores(config: Config) -> dict[str, float]:
-    """Bytes that core attention saves beside its inputs and its output."""
+def core_attention(config: Config) -> list[SavedTensor]:
+    """What core attention saves beside its inputs and its output; scaled_dot_product_attention saves no scores."""
+    if config.recompute_granularity == "selective":
+        return []
     if config.attention_backend == "local":
-        return {"scores of attention": _scores(config)}
-    return {"log-sum-exp of attention": 4 * _score_rows(config)}
+        return [_scores(config)]
+    return [SavedTensor("log-sum-exp of attention", _score_rows(config), width=4)]
 
 
-def _scores(config: Config) -> float:
-    """Bytes of attention probabilities in fp32 and in the compute dtype, and of their dropout mask."""
+def _scores(config: Config) -> SavedTensor:
+    """Attention probabilities in fp32 and in the compute dtype, and their dropout mask."""
     mask = 1 if config.attention_dropout else 0
-    return _score_rows(config) * config.shape.seq_length * (4 + width_of(config) + mask)
+    entries = _score_rows(config) * config.shape.seq_length
+    return SavedTensor("scores of attention", entries, width=4 + width_of(config) + mask)
 
 
 def _score_rows(config: Config) -> float:

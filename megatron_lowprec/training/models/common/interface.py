@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.common.execution import Execution
+from megatron_lowprec.training.models.common.saved_tensor import SavedTensor
 from megatron_lowprec.training.options.declaration import Group
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ class Part(Protocol):
     def other_weights(self, config: Config, layer: int) -> int:
         """Weights of a layer outside of its linear layers and the two norms in front of the parts."""
 
-    def activations(self, config: Config, runs: Execution | None, layer: int) -> dict[str, float]:
-        """Bytes that the part saves for one microbatch's backward pass, by tensor; bf16 without ``runs``."""
+    def activations(self, config: Config, layer: int) -> list[SavedTensor]:
+        """Tensors that the part saves for one microbatch's backward pass."""
 
 
 class Attention(Part, Protocol):

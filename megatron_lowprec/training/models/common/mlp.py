@@ -8,9 +8,9 @@ from typing import Any
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.common.execution import Execution
 from megatron_lowprec.training.models.common.interface import Sharding
-from megatron_lowprec.training.models.common.rank_sizes import cached, norm_output, saved_input, tokens_of, width_of
+from megatron_lowprec.training.models.common.rank_sizes import stream_entries, tokens_of, width_of
+from megatron_lowprec.training.models.common.saved_tensor import SavedTensor
 from megatron_lowprec.training.options.model_options import ModelOptions
 from megatron_lowprec.training.options.parts import ModelShape
 from megatron_lowprec.training.options.training_options import ParallelOptions
@@ -85,26 +85,30 @@ def other_weights(config: Config, layer: int) -> int:
     return 0
 
 
-def activations(config: Config, runs: Execution | None, layer: int) -> dict[str, float]:
-    """Bytes saved for backward; --recompute-gelu and a format of SwiGLU's input do not save linear_fc2's input."""
-    wide = backward_bytes(config)
-    saved = {
-        "input of the MLP": norm_output(config, runs, layer, "mlp.linear_fc1"),
-    }
-    codes = swiglu_codes(config, runs, wide)
-    if codes:
-        return saved | codes
-    saved["output of linear_fc1"] = wide * gates(config)
-    if runs is None or not runs.recomputes_gelu(config):
-        saved["input of linear_fc2"] = saved_input(config, runs, layer, "mlp.linear_fc2", wide)
-    return saved
+def activations(config: Config, layer: int) -> list[SavedTensor]:
+    """Input of the MLP, and of both sides of its activation."""
+    return [
+        SavedTensor("input of the MLP", stream_entries(config), input_of="mlp.linear_fc1", behind_norm=True),
+        *around_activation(config, "mlp", _widest(config)),
+    ]
 
 
-def swiglu_codes(config: Config, runs: Execution | None, wide: float) -> dict[str, float]:
-    """Bytes of SwiGLU's input if the recipe saves it in a format, else empty; ``wide`` is the bytes of its output."""
-    return cached(runs, "swiglu_input", "input of SwiGLU", wide / width_of(config) * gates(config))
+def around_activation(config: ModelOptions, name: str, entries: float) -> list[SavedTensor]:
+    """Input and output of the activation of an MLP of that name; ``entries`` are the output's."""
+    before = SavedTensor(
+        "output of linear_fc1",
+        entries * gates(config),
+        activation="swiglu_input",
+        in_format="input of SwiGLU in {}",
+    )
+    return [before, SavedTensor("input of linear_fc2", entries, input_of=f"{name}.linear_fc2", computed_from=before)]
 
 
 def backward_bytes(config: Config) -> float:
     """Bytes of the widest activation, for all tokens of a microbatch."""
-    return tokens_of(config) * config.shape.ffn_hidden_size * width_of(config) / config.tensor_model_parallel_size
+    return _widest(config) * width_of(config)
+
+
+def _widest(config: Config) -> float:
+    """Entries of the input of linear_fc2."""
+    return tokens_of(config) * config.shape.ffn_hidden_size / config.tensor_model_parallel_size

@@ -1,11 +1,8 @@
-"""Tokens and bytes of a microbatch on one rank."""
+"""Tokens, entries and bytes of a microbatch on one rank."""
 
 from __future__ import annotations
 
-from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.recipe.coverage import ACTIVATION_BLOCK
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.common.execution import Execution
 from megatron_lowprec.training.options.training_options import ParallelOptions, TrainingOptions
 
 
@@ -29,32 +26,11 @@ def expert_tensor_ranks(config: ParallelOptions) -> int:
     return 1 if config.expert_model_parallel_size > 1 else config.tensor_model_parallel_size
 
 
+def stream_entries(config: Config) -> float:
+    """Entries of the residual stream, as many as of an input of linear_qkv or of the MLP."""
+    return tokens_of(config) * config.shape.hidden_size / sequence_ranks(config)
+
+
 def stream_bytes(config: Config) -> float:
-    """Bytes of the residual stream, equal to those of an input of linear_qkv or of the MLP."""
-    return tokens_of(config) * config.shape.hidden_size * width_of(config) / sequence_ranks(config)
-
-
-def saved_input(config: Config, runs: Execution | None, layer: int, linear: str, size: float) -> float:
-    """Bytes of a linear layer's saved input of ``size`` bytes in the compute dtype; FP8 codes are 1 byte per value."""
-    return size / width_of(config) if runs is not None and runs.keeps_codes(config, layer, linear) else size
-
-
-def norm_output(config: Config, runs: Execution | None, layer: int, linear: str) -> float:
-    """Bytes of the input that a linear layer saves behind a norm; none if it is computed again."""
-    if runs is not None and runs.computes_again(config, layer, linear):
-        return 0.0
-    return saved_input(config, runs, layer, linear, stream_bytes(config))
-
-
-def cached(runs: Execution | None, activation: str, name: str, entries: float) -> dict[str, float]:
-    """Name and bytes of an activation of that many entries that the recipe saves in a format; empty without one.
-
-    One E8M0 byte of scale for each block.
-
-    Args:
-        activation: a field of ``ActivationSpec``.
-    """
-    form = "none" if runs is None else runs.recipe.activations.formats[activation]
-    if form == "none":
-        return {}
-    return {f"{name} in {form.upper()}": entries * (FORMATS[form].bits / 8 + 1 / ACTIVATION_BLOCK)}
+    """Bytes of the residual stream."""
+    return stream_entries(config) * width_of(config)

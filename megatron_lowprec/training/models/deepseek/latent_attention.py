@@ -13,9 +13,9 @@ from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.fields import check_divisible
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common import attention
-from megatron_lowprec.training.models.common.execution import Execution
 from megatron_lowprec.training.models.common.interface import Sharding
-from megatron_lowprec.training.models.common.rank_sizes import sequence_ranks, stream_bytes, tokens_of, width_of
+from megatron_lowprec.training.models.common.rank_sizes import sequence_ranks, stream_entries, tokens_of
+from megatron_lowprec.training.models.common.saved_tensor import SavedTensor
 
 recomputed_bytes = attention.recomputed_bytes
 
@@ -90,27 +90,23 @@ def other_weights(config: Config, layer: int) -> int:
     return latents * (2 if config.normalization == "LayerNorm" else 1) if config.qk_layernorm else 0
 
 
-def activations(config: Config, runs: Execution | None, layer: int) -> dict[str, float]:
-    """Bytes saved for backward; each latent before and after its norm, whole on each rank before it is split again."""
-    tokens, width, tensor = tokens_of(config), width_of(config), config.tensor_model_parallel_size
-    heads, latent = config.shape.num_attention_heads, config.latent.kv_lora_rank
-    channels = config.latent.qk_head_dim + config.latent.qk_pos_emb_head_dim
-    latents = (config.q_lora_rank or 0) + latent
-    output = tokens * heads * config.latent.v_head_dim / tensor
-    token = tokens * width / sequence_ranks(config)
-    saved = {
-        "input of the projections down": stream_bytes(config),
-        "latents": token * (latents + config.latent.qk_pos_emb_head_dim),
-        "queries and keys": 2 * tokens * heads * channels * width / tensor,
-        "values": output * width,
-        **(attention.output_codes(runs, output) or {"input of linear_proj (output of attention)": output * width}),
-        "cosines and sines": 4 * config.shape.seq_length * config.latent.qk_pos_emb_head_dim * width,
-    }
+def activations(config: Config, layer: int) -> list[SavedTensor]:
+    """Each latent before and after its norm, whole on each rank before it is split again, and what attention takes."""
+    tokens, heads = tokens_of(config), config.shape.num_attention_heads / config.tensor_model_parallel_size
+    turned, values = config.latent.qk_pos_emb_head_dim, tokens * heads * config.latent.v_head_dim
+    latents = (config.q_lora_rank or 0) + config.latent.kv_lora_rank
+    token = tokens / sequence_ranks(config)
+    saved = [
+        SavedTensor("input of the projections down", stream_entries(config)),
+        SavedTensor("latents", token * (latents + turned)),
+        SavedTensor("queries and keys", 2 * tokens * heads * (config.latent.qk_head_dim + turned)),
+        SavedTensor("values", values),
+        attention.output(values),
+        SavedTensor("cosines and sines", 4 * config.shape.seq_length * turned),
+    ]
     if config.qk_layernorm:
-        saved["inputs of the projections up"] = token * latents
-    if config.recompute_granularity != "selective":
-        saved |= attention.saved_scores(config)
-    return saved
+        saved.append(SavedTensor("inputs of the projections up", token * latents))
+    return saved + attention.core_attention(config)
 
 
 def score_channels(config: Config) -> float:

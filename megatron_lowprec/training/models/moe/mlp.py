@@ -10,13 +10,12 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import LinearSite
-from megatron_lowprec.recipe.fp8_dispatch import scales_of_token
 from megatron_lowprec.training.config.fields import check_divisible
 from megatron_lowprec.training.config.options import Config, options_in
 from megatron_lowprec.training.models.common import mlp
-from megatron_lowprec.training.models.common.execution import Execution
 from megatron_lowprec.training.models.common.interface import Sharding
-from megatron_lowprec.training.models.common.rank_sizes import expert_tensor_ranks, stream_bytes, tokens_of, width_of
+from megatron_lowprec.training.models.common.rank_sizes import expert_tensor_ranks, stream_entries, tokens_of, width_of
+from megatron_lowprec.training.models.common.saved_tensor import SavedTensor
 from megatron_lowprec.training.models.moe.layer_pattern import canonical_pattern, has_experts, layers_with_experts
 from megatron_lowprec.training.models.moe.options import Experts, MoeOptions
 from megatron_lowprec.training.options.declaration import Part
@@ -148,45 +147,34 @@ def other_weights(config: Config, layer: int) -> int:
     return config.experts.num_experts * config.shape.hidden_size if has_experts(config, layer) else 0
 
 
-def activations(config: Config, runs: Execution | None, layer: int) -> dict[str, float]:
-    """Bytes saved for backward: --moe-router-topk experts per token, with a balanced load."""
+def activations(config: Config, layer: int) -> list[SavedTensor]:
+    """Tensors of --moe-router-topk experts per token, with a balanced load, and of the shared experts."""
     if not has_experts(config, layer):
-        return mlp.activations(config, runs, layer)
-    tensor = expert_tensor_ranks(config)
+        return mlp.activations(config, layer)
+    tensor, experts = expert_tensor_ranks(config), config.experts
     # Ranks that shard each expert see the same tokens; else each rank sees its part of the sequence.
     tokens = tokens_of(config) * config.moe_router_topk / (config.tensor_model_parallel_size // tensor)
-    width, ffn = width_of(config), config.experts.moe_ffn_hidden_size / tensor
-    saved = {
-        "input of the MLP": stream_bytes(config),
-        "inputs of the experts": tokens * _bytes_of_input(config, runs, layer),
-        **(
-            mlp.swiglu_codes(config, runs, tokens * ffn * width)
-            or {
-                "output of linear_fc1": tokens * ffn * width * mlp.gates(config),
-                "input of linear_fc2": tokens * ffn * width,
-            }
+    wide = tokens * (experts.moe_ffn_hidden_size / tensor)
+    saved = [
+        SavedTensor("input of the MLP", stream_entries(config)),
+        SavedTensor(
+            "inputs of the experts",
+            tokens * config.shape.hidden_size,
+            input_of=f"{_EXPERTS}.linear_fc1",
+            dispatched=config.moe_fp8_dispatch,
         ),
-        # Softmax and choice of the router, and the token permutation: int64 indices and fp32 probabilities.
-        "routing": tokens * (3 * 8 + 4) + tokens_of(config) * config.experts.num_experts * (4 + width + 1),
-    }
+        *mlp.around_activation(config, _EXPERTS, wide),
+        # Token permutation: int64 indices and fp32 probabilities; softmax and choice of the router.
+        SavedTensor("routing", tokens, width=3 * 8 + 4),
+        SavedTensor("routing", tokens_of(config) * experts.num_experts, width=4 + width_of(config) + 1),
+    ]
     if not config.swiglu:  # the multiplication by the router's probability is not fused
-        saved["activation before the router's probability"] = tokens * ffn * width
+        saved.append(SavedTensor("activation before the router's probability", wide))
     if config.moe_shared_expert_intermediate_size:  # their input is the MLP's
-        shared = tokens_of(config) * config.moe_shared_expert_intermediate_size / config.tensor_model_parallel_size
-        codes = mlp.swiglu_codes(config, runs, shared * width)
-        saved["shared experts"] = sum(codes.values()) if codes else shared * width * (mlp.gates(config) + 1)
+        wide = tokens_of(config) * config.moe_shared_expert_intermediate_size / config.tensor_model_parallel_size
+        shared = mlp.around_activation(config, _SHARED, wide)
+        saved += [replace(one, name="shared experts", in_format="shared experts") for one in shared]
     return saved
-
-
-def _bytes_of_input(config: Config, runs: Execution | None, layer: int) -> float:
-    """Bytes of a token as an expert saves it; --moe-fp8-dispatch leaves it as the codes and scales that arrived."""
-    hidden, width = config.shape.hidden_size, width_of(config)
-    spec = None if runs is None else runs.linear(config, layer, f"{_EXPERTS}.linear_fc1").fprop.input
-    if spec is None or not config.moe_fp8_dispatch:
-        return hidden * width
-    in_fp8 = spec.format in ("e4m3", "e5m2")  # others are values in memory
-    scale = 4 if spec.scale_format == "fp32" else 1
-    return hidden * (1 if in_fp8 else width) + scales_of_token(spec, hidden) * scale
 
 
 def backward_bytes(config: Config) -> float:

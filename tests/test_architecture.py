@@ -162,6 +162,28 @@ def wrong_imports(path: Path) -> Iterator[str]:
             yield f"{where} imports {name}"
 
 
+MODELS = PACKAGE / "training" / "models"
+
+
+def wrong_imports_of_models(path: Path) -> Iterator[str]:
+    """An architecture's folder knows itself and ``common``; no model knows more of recipes than ``LinearSite``."""
+    where = path.relative_to(MODELS)
+    others = {folder.name for folder in MODELS.iterdir()} - {where.parts[0], "common"} if len(where.parts) > 1 else ()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            name = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+            in_package = name.removeprefix("megatron_lowprec.")
+            of_recipes = in_package.split(".")[0] == "recipe" and in_package != "recipe.coverage.LinearSite"
+            if of_recipes or in_package.startswith(tuple(f"training.models.{other}." for other in others)):
+                yield f"{where} imports {name}"
+
+
+def test_an_architecture_knows_neither_recipes_nor_another_architecture() -> None:
+    paths = sorted(MODELS.rglob("*.py"))
+    assert {path.parent.name for path in paths} > {"models", "common", "llama", "moe"}
+    assert [line for path in paths for line in wrong_imports_of_models(path)] == []
+
+
 def test_layout() -> None:
     """Imports one way; at most 15 modules a folder and 400 lines a module; no module name twice."""
     paths = sorted(PACKAGE.rglob("*.py"))

@@ -17,9 +17,9 @@ from megatron_lowprec.training.config.options import Config, options_in, options
 from megatron_lowprec.training.config.phase_options import phase_iters
 from megatron_lowprec.training.config.resolve import resolve_run
 from megatron_lowprec.training.models.deepseek.options import LatentAttentionOptions
-from megatron_lowprec.training.models.moe.options import MoeOptions
 from megatron_lowprec.training.options.declaration import Part
 from megatron_lowprec.training.options.model_options import ModelOptions, RopeOptions
+from megatron_lowprec.training.options.moe_options import MoeOptions
 
 # Options of the model, of its text and of its arithmetic. A run's other options are no part of it, however it began.
 _KEPT = (

@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from megatron_lowprec.training.models.deepseek.options import LatentAttention, LatentAttentionOptions
-from megatron_lowprec.training.models.moe.options import Experts, MoeOptions
 from megatron_lowprec.training.options.dataset_options import DataOptions
 from megatron_lowprec.training.options.declaration import NO_EFFECT_PARTS, Group, Option, Part, arg
 from megatron_lowprec.training.options.model_options import ModelOptions, RopeOptions
+from megatron_lowprec.training.options.moe_options import Experts, MoeOptions
 from megatron_lowprec.training.options.optimizer_options import MuonOptions, OptimizerOptions
 from megatron_lowprec.training.options.output_options import CheckpointOptions, EvaluationOptions, LoggingOptions
 from megatron_lowprec.training.options.parts import ModelShape, ModelSizes, Steps, filled

@@ -12,16 +12,15 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.arguments import checked_options
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.architectures import ARCHITECTURES, architecture_of
-from megatron_lowprec.training.models.common.hf_options import absent, completed
-from megatron_lowprec.training.models.common.interface import HFConfig, HuggingFace
+from megatron_lowprec.training.models.common.hugging_face import HuggingFace
 
-_FORMS: dict[str, HuggingFace] = {
-    form.config.MODEL_TYPE: form
+WRITTEN: dict[str, HuggingFace] = {
+    form.model_type: form
     for form in (architecture.hugging_face for architecture in reversed(ARCHITECTURES))
     if form is not None
 }
-_READ: dict[str, HuggingFace] = _FORMS | {
-    form.config.MODEL_TYPE: form for architecture in ARCHITECTURES for form in architecture.also_read
+READ: dict[str, HuggingFace] = WRITTEN | {
+    form.model_type: form for architecture in ARCHITECTURES for form in architecture.also_read
 }
 
 
@@ -31,21 +30,27 @@ def hf_form(config: Config) -> HuggingFace:
     Raises:
         UserError: there is none; names the differences from the nearest.
     """
-    differing = {kind: form.config.differing(config) for kind, form in _FORMS.items()}
+    differing = {kind: form.differing(config) for kind, form in WRITTEN.items()}
     selected = architecture_of(config).hugging_face
-    kind = min(differing, key=lambda name: (len(differing[name]), _FORMS[name] is not selected))
+    kind = min(differing, key=lambda name: (len(differing[name]), WRITTEN[name] is not selected))
     if differing[kind]:
-        titles = " nor ".join(f"a {form.config.TITLE}" for form in _FORMS.values())
+        titles = " nor ".join(f"a {form.title}" for form in WRITTEN.values())
         raise UserError(
             f"this model is neither {titles} to Hugging Face: {', '.join(differing[kind])} is not {kind}'s; only those "
-            f"{len(_FORMS)} can be written"
+            f"{len(WRITTEN)} can be written"
         )
-    return _FORMS[kind]
+    return WRITTEN[kind]
 
 
 def to_hf_config(config: Config, vocab_size: int, eod: int | None, dtype: str) -> dict[str, Any]:
     """config.json; ``vocab_size`` without padding."""
-    return hf_form(config).config.to_config(config) | {
+    form = hf_form(config)
+    return {
+        "architectures": [form.class_name],
+        "model_type": form.model_type,
+        **{key: getattr(config, name) for name, key in form.keys.items()},
+        **{key: allowed[0] for key, allowed in form.variants.items()},
+        **form.to_config(config),
         "vocab_size": vocab_size,
         "bos_token_id": eod,
         "eos_token_id": eod,
@@ -71,31 +76,35 @@ def from_hf_config(hf: Mapping[str, Any]) -> dict[str, Any]:
                 f"config.json has {name} ({method}): its tensors are codes of a quantization, which are not read; "
                 "save the model dequantized, in bf16, without that entry"
             )
-    given = {form.ALIASES.get(name, name): value for name, value in hf.items()}
-    for name, allowed in form.VARIANTS.items():
+    given = {form.aliases.get(name, name): value for name, value in hf.items()}
+    for name, allowed in form.variants.items():
         if given.get(name, allowed[0]) not in allowed:
             raise UserError(
                 f"config.json has {name} {given[name]!r}, which these layers do not have: it must be {allowed[0]!r}"
             )
-    options = {name: value for name, value in form.OPTIONS.items() if value is not None} | form.from_config(hf)
-    return checked_options("config.json", options)
+    found = form.completed(hf)
+    options = {name: value for name, value in form.options.items() if value is not None}
+    options |= {name: found[key] for name, key in form.keys.items()} | {
+        "init_method_std": found["initializer_range"],
+        "untie_embeddings_and_output_weights": not found["tie_word_embeddings"],
+    }
+    options["seq_length"] = options["max_position_embeddings"]
+    return checked_options("config.json", options | form.from_config(found))
 
 
 def vocabulary_of(hf: Mapping[str, Any]) -> int:
     """Rows of the embedding."""
-    form = _form_of(hf)
-    rows: int = completed(hf, form.DEFAULTS, form.ALIASES)["vocab_size"]
+    rows: int = _form_of(hf).completed(hf)["vocab_size"]
     return rows
 
 
 def defaults_taken(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Keys that config.json lacks, with transformers' defaults."""
-    form = _form_of(hf)
-    return absent(hf, form.DEFAULTS, form.ALIASES)
+    return _form_of(hf).absent(hf)
 
 
-def _form_of(hf: Mapping[str, Any]) -> HFConfig:
+def _form_of(hf: Mapping[str, Any]) -> HuggingFace:
     kind = str(hf.get("model_type"))
-    if kind not in _READ:
-        raise UserError(f"config.json is of a {kind!r} model; {' and '.join(_READ)} can be read")
-    return _READ[kind].config
+    if kind not in READ:
+        raise UserError(f"config.json is of a {kind!r} model; {' and '.join(READ)} can be read")
+    return READ[kind]

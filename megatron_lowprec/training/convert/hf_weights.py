@@ -10,7 +10,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.convert.hf_config import hf_form
 from megatron_lowprec.training.convert.names import Weights, check_values
-from megatron_lowprec.training.models.common.interface import TensorMap
+from megatron_lowprec.training.models.common.hugging_face import TensorMap
 
 
 def to_hf_weights(config: Config, weights: Weights, vocab_size: int, dtype: torch.dtype) -> Weights:
@@ -42,7 +42,7 @@ def from_hf_weights(config: Config, tensors: Mapping[str, torch.Tensor], vocab_s
     Raises:
         UserError: a missing tensor, one without a counterpart, of another dtype or size, or not finite.
     """
-    maps, known_name = _tensor_maps(config), hf_form(config).weights.known_name
+    maps, known_name = _tensor_maps(config), hf_form(config).known_name
     rest = {known: tensor for name, tensor in tensors.items() if (known := known_name(name)) is not None}
     check_values(rest, "the safetensors")
     rest = {name: tensor.float() for name, tensor in rest.items()}
@@ -71,7 +71,7 @@ def from_hf_weights(config: Config, tensors: Mapping[str, torch.Tensor], vocab_s
 def is_bf16(config: Config, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether a file has its weights in bf16, except those that have a dtype of their own."""
     theirs = {name for entry in _tensor_maps(config) if not entry.keeps_dtype for name in entry.theirs}
-    known_name = hf_form(config).weights.known_name
+    known_name = hf_form(config).known_name
     return all(tensor.dtype == torch.bfloat16 for name, tensor in tensors.items() if known_name(name) in theirs)
 
 
@@ -86,7 +86,7 @@ def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _tensor_maps(config: Config) -> list[TensorMap]:
     """The tensor map of every weight of the model, each once."""
-    maps = [*hf_form(config).weights.tensor_maps(config)]
+    maps = [*hf_form(config).tensor_maps(config)]
     if config.untie_embeddings_and_output_weights:
         maps.append(TensorMap("output_layer.weight", ("lm_head.weight",)))
     return maps

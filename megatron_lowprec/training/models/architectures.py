@@ -6,12 +6,12 @@ from megatron_lowprec.training.config.options import Config, options_in
 from megatron_lowprec.training.models.common.interface import Architecture
 from megatron_lowprec.training.models.deepseek.architecture import DEEPSEEK, LATENT
 from megatron_lowprec.training.models.gpt2.architecture import GPT2
-from megatron_lowprec.training.models.llama.architecture import LLAMA, RELATIVES
+from megatron_lowprec.training.models.llama.architecture import LLAMA, QWEN2, QWEN3
 from megatron_lowprec.training.models.moe.architecture import MOE
 from megatron_lowprec.training.options.declaration import Group, Part
 from megatron_lowprec.training.options.model_options import ModelOptions, RopeOptions
 
-ARCHITECTURES: tuple[Architecture, ...] = (DEEPSEEK, LATENT, MOE, LLAMA, *RELATIVES, GPT2)
+ARCHITECTURES: tuple[Architecture, ...] = (DEEPSEEK, LATENT, MOE, LLAMA, QWEN2, QWEN3, GPT2)
 """The first architecture that a configuration selects is used; the last one matches any."""
 
 

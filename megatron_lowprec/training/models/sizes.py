@@ -8,8 +8,8 @@ from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.common.interface import Sharding
-from megatron_lowprec.training.models.moe.options import MoeOptions
 from megatron_lowprec.training.options.model_options import ModelOptions
+from megatron_lowprec.training.options.moe_options import MoeOptions
 from megatron_lowprec.training.options.parts import ModelShape
 
 

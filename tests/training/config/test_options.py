@@ -14,7 +14,7 @@ from tests.environment import ROOT
 
 PACKAGE = ROOT / "megatron_lowprec"
 # Conversions name options beside the names of another project.
-TRANSLATIONS = ("training/convert/", "hf_config.py", "hf_options.py", "relatives.py")
+TRANSLATIONS = ("training/convert/", "hugging_face.py", "llama_like.py")
 TABLE = 4  # names in one display; fewer are a condition
 
 

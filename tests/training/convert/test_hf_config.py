@@ -10,56 +10,41 @@ import torch
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model
-from megatron_lowprec.training.convert.hf_config import defaults_taken, from_hf_config, vocabulary_of
+from megatron_lowprec.training.convert.hf_config import READ, defaults_taken, from_hf_config, vocabulary_of
 from megatron_lowprec.training.convert.hf_weights import from_hf_weights, is_bf16, to_hf_weights
-from megatron_lowprec.training.models.common.interface import HFConfig
-from megatron_lowprec.training.models.deepseek import hf_config as deepseek
-from megatron_lowprec.training.models.gpt2 import hf_config as gpt2
-from megatron_lowprec.training.models.llama import hf_config as llama
-from megatron_lowprec.training.models.llama.relatives import MISTRAL, QWEN2, QWEN3
-from megatron_lowprec.training.models.moe import hf_config as mixtral
 
-FORMS: dict[str, HFConfig] = {
-    "GPT2": gpt2,
-    "Llama": llama,
-    "Mixtral": mixtral,
-    "DeepseekV3": deepseek,
-    "Mistral": MISTRAL,
-    "Qwen2": QWEN2,
-    "Qwen3": QWEN3,
-}
 NOT_TRANSFORMERS = {
     "num_nextn_predict_layers": "a file that lacks it has no such layers, or their tensors are refused",
     "num_key_value_heads of deepseek_v3": "transformers' 128 is for its own 128 heads",
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_missing_keys_have_transformers_defaults(name: str) -> None:
+@pytest.mark.parametrize("kind", READ)
+def test_missing_keys_have_transformers_defaults(kind: str) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    form, config = FORMS[name], getattr(transformers, f"{name}Config")()
-    variants = {key: allowed[0] for key, allowed in form.VARIANTS.items() if hasattr(config, key)}
-    for key, value in {**variants, **form.DEFAULTS}.items():
-        if not {key, f"{key} of {form.MODEL_TYPE}"} & NOT_TRANSFORMERS.keys():
+    form, config = READ[kind], transformers.AutoConfig.for_model(kind)
+    variants = {key: allowed[0] for key, allowed in form.variants.items() if hasattr(config, key)}
+    for key, value in {**variants, **form.defaults}.items():
+        if not {key, f"{key} of {kind}"} & NOT_TRANSFORMERS.keys():
             about = config.to_dict() | (
-                {} if name != "Qwen2" else {"head_dim": None}
+                {} if kind != "qwen2" else {"head_dim": None}
             )  # it takes one, without a default
             theirs = config.rope_parameters[key] if key == "rope_theta" else about[key]
             # transformers itself fills in the width of a head
             assert theirs == value or (key in ("head_dim", "num_key_value_heads") and value is None), key
-    assert type(config).attribute_map == form.ALIASES
+    assert type(config).attribute_map == form.aliases
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_a_config_of_nothing_but_its_type_is_that_of_transformers(name: str) -> None:
+@pytest.mark.parametrize("kind", READ)
+def test_a_config_of_nothing_but_its_type_is_that_of_transformers(kind: str) -> None:
     """Every key that is read has a default: none is a KeyError."""
-    form = FORMS[name]
-    needed: dict[str, Any] = {"model_type": form.MODEL_TYPE}
-    assert from_hf_config(needed) == from_hf_config(needed | {k: v for k, v in form.DEFAULTS.items() if v is not None})
-    assert vocabulary_of(needed) == form.DEFAULTS["vocab_size"]
+    form = READ[kind]
+    needed: dict[str, Any] = {"model_type": kind}
+    assert from_hf_config(needed) == from_hf_config(needed | {k: v for k, v in form.defaults.items() if v is not None})
+    assert vocabulary_of(needed) == form.defaults["vocab_size"]
     resolve_model(Config(**from_hf_config(needed)))
     taken = defaults_taken(needed | {"initializer_range": 0.1})
-    assert taken == {k: v for k, v in form.DEFAULTS.items() if v is not None and k != "initializer_range"}
+    assert taken == {k: v for k, v in form.defaults.items() if v is not None and k != "initializer_range"}
 
 
 def test_a_window_is_the_longest_sequence_that_does_not_see_it() -> None:

@@ -16,9 +16,12 @@ from megatron_lowprec.commands import export_hf, import_hf
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.convert import hf_config
 from megatron_lowprec.training.convert.hf_config import from_hf_config, hf_form, to_hf_config
 from megatron_lowprec.training.convert.hf_weights import pad_rows
 from megatron_lowprec.training.convert.store import read_weights
+from megatron_lowprec.training.models import architectures
+from megatron_lowprec.training.models.common.llama_like import dense, relative
 from tests.training.conftest import Drive
 from tests.training.convert.models import (
     DEEPSEEK,
@@ -247,6 +250,32 @@ def test_transformers_reads_the_tokenizer(drive: Drive) -> None:
     assert theirs.decode(ours.tokenize(text), clean_up_tokenization_spaces=False) == text
 
 
+def test_a_dense_relative_of_llama_is_one_row(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one with biases and norms of queries and keys, which is no other model's: trained, exported and imported."""
+    toy = dense(
+        relative(
+            "Toy",
+            options={"add_qkv_bias": True, "qk_layernorm": True},
+            variants={"use_sliding_window": (False,)},
+            defaults={"intermediate_size": 96},
+        )
+    )
+    assert toy.hugging_face is not None
+    monkeypatch.setattr(architectures, "ARCHITECTURES", (toy, *architectures.ARCHITECTURES))
+    for forms in (hf_config.WRITTEN, hf_config.READ):
+        monkeypatch.setitem(forms, "toy", toy.hugging_face)
+    drive(arguments({**LLAMA, "add_qkv_bias": True, "qk_layernorm": True, "train_iters": 2}, save="out"))
+    assert export_hf.main(["--load", "out", "--out", "hf"]) == 0
+    about = json.loads(Path("hf/config.json").read_text())
+    assert (about["model_type"], about["architectures"]) == ("toy", ["ToyForCausalLM"])
+    assert about["use_sliding_window"] is False
+    assert "attention_bias" not in about
+    del about["intermediate_size"]  # its default
+    Path("hf/config.json").write_text(json.dumps(about))
+    assert import_hf.main(["--load", "hf", "--save", "back"]) == 0
+    assert torch.equal(our_logits("back"), our_logits("out")[..., :201])
+
+
 MIXTRAL_OPTIONS = {name: value for name, value in MIXTRAL.items() if name in Config.__dataclass_fields__}
 SIZES: dict[str, Any] = {
     "num_layers": 2,
@@ -280,7 +309,7 @@ SIZES: dict[str, Any] = {
     ],
 )
 def test_other_models_are_refused(changes: dict[str, Any], words: str) -> None:
-    assert hf_form(Config(**SIZES)).config.MODEL_TYPE == "gpt2"
+    assert hf_form(Config(**SIZES)).model_type == "gpt2"
     with pytest.raises(
         UserError, match="neither a GPT-2 nor a Qwen3 nor a Qwen2 nor a Llama nor a Mixtral nor a DeepSeek-V3"
     ) as error:

@@ -13,8 +13,8 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models import architectures
 from megatron_lowprec.training.models.architectures import architecture_of, model_options
 from megatron_lowprec.training.models.common import attention
+from megatron_lowprec.training.models.common.layer_pattern import canonical_pattern, layers_with_experts
 from megatron_lowprec.training.models.gpt2.architecture import GPT2
-from megatron_lowprec.training.models.moe.layer_pattern import canonical_pattern, layers_with_experts
 from megatron_lowprec.training.models.sizes import has_experts, num_parameters
 from tests.training.conftest import Drive
 from tests.training.convert.models import LLAMA as LLAMA_OPTIONS

@@ -1,22 +1,22 @@
 """Interface of an architecture: the parts of a layer, the options it adds, and its Hugging Face form.
 
-A part is a module whose functions have the signatures of its protocol here, so an architecture reuses a part of another
-one by importing its module. Parts import neither torch nor Megatron at load time, since sweeps read them.
+A part is a module whose functions have the signatures of its protocol here; those that architectures share are beside
+this file. Parts import neither torch nor Megatron at load time, since sweeps read them, and know no recipe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.common.hugging_face import HuggingFace
 from megatron_lowprec.training.models.common.saved_tensor import SavedTensor
 from megatron_lowprec.training.options.declaration import Group
 
 if TYPE_CHECKING:
-    import torch
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -86,66 +86,6 @@ class Mlp(Part, Protocol):
 
     def backward_bytes(self, config: Config) -> float:
         """Bytes of the widest activation's gradient: the input of linear_fc2 for the tokens of one GEMM."""
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """One weight by GPTModel's name, and the tensors of a Hugging Face file that store it.
-
-    ``keeps_dtype``: the file has it in its own dtype, whatever the others have.
-    """
-
-    ours: str
-    theirs: tuple[str, ...]
-    to_hf: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda tensor: [tensor]
-    from_hf: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda tensors: tensors[0]
-    keeps_dtype: bool = False
-
-
-class HFConfig(Protocol):
-    """config.json of an architecture."""
-
-    MODEL_TYPE: str
-    TITLE: str
-    OPTIONS: Mapping[str, Any]
-    """Option values that select a model of this architecture; the others are sizes."""
-    VARIANTS: Mapping[str, tuple[Any, ...]]
-    """Supported values of config.json; the first is the default."""
-    DEFAULTS: Mapping[str, Any]
-    """Keys of config.json that ``from_config`` reads, with the defaults of transformers' configuration class."""
-    ALIASES: Mapping[str, str]
-    """Second names that transformers takes -> keys of config.json."""
-
-    def differing(self, config: Config) -> list[str]:
-        """Options that differ from this architecture, as flags with values."""
-
-    def to_config(self, config: Config) -> dict[str, Any]:
-        """Entries of config.json besides those of every architecture."""
-
-    def from_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of a Config besides ``OPTIONS``; missing keys have ``DEFAULTS``.
-
-        Raises:
-            UserError: a variant that these layers do not support, or a value of another type.
-        """
-
-
-class HFWeights(Protocol):
-    """model.safetensors of an architecture."""
-
-    def known_name(self, name: str) -> str | None:
-        """Name in ``tensor_maps`` of a file's tensor, None for a constant in older files."""
-
-    def tensor_maps(self, config: Config) -> Iterator[TensorMap]:
-        """Every weight once, except an output layer that is not tied to the embedding."""
-
-
-@dataclass(frozen=True)
-class HuggingFace:
-    """Hugging Face's form of an architecture."""
-
-    config: HFConfig
-    weights: HFWeights
 
 
 def gpt_block_spec(

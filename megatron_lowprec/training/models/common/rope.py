@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.common.hf_options import rope_of
 from megatron_lowprec.training.options.model_options import RopeOptions
 
 # Megatron-core has one choice of them.
@@ -43,6 +42,14 @@ def to_config(config: Config) -> dict[str, Any]:
     if config.rope_type == "yarn":
         entries["rope_scaling"] = {"rope_type": "yarn"} | {key: getattr(config, name) for key, name in _YARN.items()}
     return entries
+
+
+def rope_of(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Options of rope: transformers 5 has all of them in rope_parameters, 4 those of a scaling in rope_scaling."""
+    found = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
+        raise UserError(f"config.json has rope options {found!r}; only those of one plain rope can be read")
+    return found
 
 
 def from_config(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_lowprec.training.models.common.interface import TensorMap
 from megatron_lowprec.training.options.parts import ModelShape
 
 if TYPE_CHECKING:
@@ -33,15 +32,6 @@ def join_qkv(shape: ModelShape, query: torch.Tensor, key: torch.Tensor, value: t
         value.unflatten(0, (groups, 1, channels)),
     ]
     return concatenate(parts, dim=1).flatten(0, 2)
-
-
-def gated_mlp_maps(
-    ours: str, theirs: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-) -> Iterator[TensorMap]:
-    """Weights of a gated MLP without biases, whose gate and up projection Hugging Face stores apart."""
-    gate, up, down = (f"{theirs}.{name}.weight" for name in names)
-    yield TensorMap(f"{ours}.linear_fc1.weight", (gate, up), to_hf=lambda tensor: tensor.chunk(2), from_hf=concatenate)
-    yield TensorMap(f"{ours}.linear_fc2.weight", (down,))
 
 
 def transpose(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from megatron_lowprec.training.models.common import mlp
-from megatron_lowprec.training.models.common.interface import Architecture, HuggingFace
-from megatron_lowprec.training.models.deepseek import hf_config, hf_weights, latent_attention
+from megatron_lowprec.training.models.common import experts, mlp
+from megatron_lowprec.training.models.common.interface import Architecture
+from megatron_lowprec.training.models.deepseek import latent_attention
+from megatron_lowprec.training.models.deepseek.hugging_face import DEEPSEEK_V3
 from megatron_lowprec.training.models.deepseek.options import LatentAttentionOptions
-from megatron_lowprec.training.models.moe.architecture import MOE
+from megatron_lowprec.training.options.moe_options import MoeOptions
 
 DEEPSEEK = Architecture(
     name="deepseek",
     selected=lambda config: config.multi_latent_attention and bool(config.num_experts),
     attention=latent_attention,
-    mlp=MOE.mlp,
-    hugging_face=HuggingFace(hf_config, hf_weights),
+    mlp=experts,
+    hugging_face=DEEPSEEK_V3,
     plans_fp8_inputs=False,
-    options=(LatentAttentionOptions, *MOE.options),
+    options=(LatentAttentionOptions, MoeOptions),
 )
 
 LATENT = Architecture(

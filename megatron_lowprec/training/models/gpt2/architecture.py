@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megatron_lowprec.training.models.common import attention, mlp
-from megatron_lowprec.training.models.common.interface import Architecture, HuggingFace
-from megatron_lowprec.training.models.gpt2 import hf_config, hf_weights
+from megatron_lowprec.training.models.common.interface import Architecture
+from megatron_lowprec.training.models.gpt2 import hugging_face
 
 GPT2 = Architecture(
     name="gpt2",
     selected=lambda config: True,
     attention=attention,
     mlp=mlp,
-    hugging_face=HuggingFace(hf_config, hf_weights),
+    hugging_face=hugging_face.GPT2,
 )

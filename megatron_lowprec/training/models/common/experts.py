@@ -14,11 +14,11 @@ from megatron_lowprec.training.config.fields import check_divisible
 from megatron_lowprec.training.config.options import Config, options_in
 from megatron_lowprec.training.models.common import mlp
 from megatron_lowprec.training.models.common.interface import Sharding
+from megatron_lowprec.training.models.common.layer_pattern import canonical_pattern, has_experts, layers_with_experts
 from megatron_lowprec.training.models.common.rank_sizes import expert_tensor_ranks, stream_entries, tokens_of, width_of
 from megatron_lowprec.training.models.common.saved_tensor import SavedTensor
-from megatron_lowprec.training.models.moe.layer_pattern import canonical_pattern, has_experts, layers_with_experts
-from megatron_lowprec.training.models.moe.options import Experts, MoeOptions
 from megatron_lowprec.training.options.declaration import Part
+from megatron_lowprec.training.options.moe_options import Experts, MoeOptions
 
 _EXPERTS, _SHARED = "mlp.experts", "mlp.shared_experts"
 _OURS = ("num_experts", "moe_fp8_dispatch")  # all others are fields of Megatron-core's TransformerConfig

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from megatron_lowprec.mcore.optim.expert_bias import keep_expert_biases
 from megatron_lowprec.mcore.optim.fp8_param_gather import finalize
 from megatron_lowprec.training.checkpoint import random_state
-from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.batches import Batches
 from megatron_lowprec.training.model import Trainer
 from megatron_lowprec.training.step import forward_backward
@@ -23,9 +20,7 @@ from megatron_lowprec.training.step import forward_backward
 PASSES = 3
 
 
-def calibrate(
-    trainer: Trainer, batches: Callable[[], list[Batches]], config: Config, iteration: int, device: torch.device
-) -> None:
+def calibrate(trainer: Trainer, batches: Callable[[], list[Batches]], iteration: int) -> None:
     """Fill the amax histories; weights, moments, balancing biases and random state are unchanged.
 
     Args:
@@ -34,7 +29,7 @@ def calibrate(
     """
     before, restore_biases = random_state.capture(), keep_expert_biases(trainer.chunks)
     for _ in range(PASSES):
-        forward_backward(trainer, batches(), config, iteration, device)
+        forward_backward(trainer, batches(), iteration)
         trainer.runtime.end_step()
         finalize(trainer.optimizer, trainer.chunks)
         random_state.restore(before)

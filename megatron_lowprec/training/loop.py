@@ -74,7 +74,7 @@ def train(run: Run) -> Stop | None:
         run.log.say(
             f"nothing to train: the checkpoint is at iteration {progress.iteration} of --train-iters {train_iters}"
         )
-    bad_steps = BadSteps(config, run.paths.run, progress.skipped_in_a_row)
+    bad_steps = BadSteps(config.steps, run.paths.run, progress.skipped_in_a_row)
     profiler = Profiler(config, run.paths.run, progress.iteration, run.log.say)
     with run.garbage, profiler:
         stop, finite = _iterate(run, profiler, bad_steps)
@@ -139,7 +139,7 @@ def _enter_phase(run: Run) -> None:
 
 
 def _calibrate(run: Run) -> None:
-    calibrate(run.trainer, lambda: _train_batches(run), run.config, run.progress.iteration, run.device)
+    calibrate(run.trainer, lambda: _train_batches(run), run.progress.iteration)
     run.log.say(f"delayed scaling: histories filled by {PASSES} passes over the next batch, without an update")
 
 
@@ -155,7 +155,7 @@ def _train_iteration(run: Run, batches: list[Batches], bad_steps: BadSteps) -> S
     before = random_state.capture()
     batch_size = get_current_global_batch_size()
     started = time.perf_counter()
-    result = train_step(run.trainer, batches, config, progress.iteration, run.device)
+    result = train_step(run.trainer, batches, config, progress.iteration)
     if result.updated:
         run.trainer.scheduler.step(increment=batch_size)
         bad_steps.passed()
@@ -163,8 +163,7 @@ def _train_iteration(run: Run, batches: list[Batches], bad_steps: BadSteps) -> S
         progress.skipped_iterations += 1
 
         def diagnosis() -> Diagnosis:
-            again = _train_batches(run)
-            return diagnose(run.trainer, again, config, progress.iteration, run.device, before)
+            return diagnose(run.trainer, _train_batches(run), progress.iteration, before)
 
         run.log.say(*bad_steps.skipped(progress.iteration + 1, result.loss, result.grad_norm, diagnosis))
     progress.iteration += 1
@@ -244,7 +243,7 @@ def _evaluate(run: Run, split: str) -> Stop | None:
 
 def _save(run: Run) -> bool:
     """Write a checkpoint if --save is given; returns whether the weights are finite, without which none is written."""
-    with gathered(run.trainer, run.config):
+    with gathered(run.trainer):
         finite = weights_are_finite(run.trainer)
         if finite and run.config.save is not None:
             run.checkpoints.save(run.trainer, run.progress)

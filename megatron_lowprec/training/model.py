@@ -37,7 +37,6 @@ from megatron_lowprec.training.config.options import OPTIONS, Config
 from megatron_lowprec.training.config.resolve import microbatches_of, virtual_stages
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.common import rope
-from megatron_lowprec.training.options.training_options import ParallelOptions
 from megatron_lowprec.training.schedule import Schedule
 
 Runtime = RecipeRuntime | TERuntime
@@ -337,9 +336,9 @@ def _scheduler(schedule: Schedule, optimizer: MegatronOptimizer) -> OptimizerPar
 
 
 @contextmanager
-def gathered(trainer: Trainer, config: ParallelOptions) -> Iterator[None]:
+def gathered(trainer: Trainer) -> Iterator[None]:
     """All weights up to date on every rank: --overlap-param-gather leaves the last update ungathered."""
-    if not config.overlap_param_gather:
+    if not trainer.chunks[0].ddp_config.overlap_param_gather:
         yield
         return
     for chunk in trainer.chunks:

@@ -50,9 +50,7 @@ class StepResult:
     captures: list[Capture] | None = None
 
 
-def train_step(
-    trainer: Trainer, batches: list[Batches], config: Config, iteration: int, device: torch.device
-) -> StepResult:
+def train_step(trainer: Trainer, batches: list[Batches], config: Config, iteration: int) -> StepResult:
     """Run one iteration over the current global batch; ``iteration`` counts those completed before.
 
     If the loss or the gradient norm is not finite, weights, moments, balancing biases, amax histories and the gradient
@@ -72,7 +70,7 @@ def train_step(
                 stack.enter_context(inspection)
         if probe is None and capture is None and trainer.graphs is not None:
             stack.enter_context(trainer.graphs.step())
-        loss = forward_backward(trainer, batches, config, iteration, device)
+        loss = forward_backward(trainer, batches, iteration)
     for chunk_batches in batches:
         # All work so far is only launched: the next step's first batch is ready before the device is.
         chunk_batches.prefetch()
@@ -84,7 +82,7 @@ def train_step(
         trainer.gradient_factor.end_step()
     norm = None
     if config.log_params_norm:
-        with gathered(trainer, config):
+        with gathered(trainer):
             norm = params_norm(trainer)
     result = StepResult(loss.mean(), updated, grad_norm, num_zeros, norm)
     if capture is not None:
@@ -95,9 +93,7 @@ def train_step(
     return replace(result, operands=probe.found(), state=state)
 
 
-def forward_backward(
-    trainer: Trainer, batches: list[Batches], config: Config, iteration: int, device: torch.device
-) -> PendingLoss:
+def forward_backward(trainer: Trainer, batches: list[Batches], iteration: int) -> PendingLoss:
     """Launch the gradient computation of one global batch, from zero gradients; returns its loss."""
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
@@ -105,16 +101,11 @@ def forward_backward(
     if trainer.gradient_factor is not None:
         trainer.gradient_factor.forget()
     trainer.runtime.begin_step(iteration)
-    return run_microbatches(trainer, batches, get_num_microbatches(), config, device, runtime=trainer.runtime)
+    return run_microbatches(trainer, batches, get_num_microbatches(), trainer.runtime)
 
 
 def run_microbatches(
-    trainer: Trainer,
-    batches: list[Batches],
-    count: int,
-    config: Config,
-    device: torch.device,
-    runtime: Runtime | None = None,
+    trainer: Trainer, batches: list[Batches], count: int, runtime: Runtime | None = None
 ) -> PendingLoss:
     """Launch ``count`` microbatches, with backward if ``runtime`` is set; returns the loss over data-parallel ranks."""
     several = len(trainer.chunks) > 1
@@ -123,11 +114,11 @@ def run_microbatches(
         data_iterator=batches if several else batches[0],
         model=trainer.chunks if several else trainer.chunks[0],
         num_microbatches=count,
-        seq_length=config.seq_length,
-        micro_batch_size=config.micro_batch_size,
+        seq_length=batches[0].seq_length,
+        micro_batch_size=batches[0].micro_batch_size,
         forward_only=runtime is None,
     )
-    total = torch.zeros(2, dtype=torch.float64, device=device)
+    total = torch.zeros(2, dtype=torch.float64, device=batches[0].device)
     if mpu.is_pipeline_last_stage():
         total = torch.stack([output["lm loss"] for output in outputs]).sum(0)
         dist.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))

@@ -102,9 +102,9 @@ def looking(own_scales: bool = False) -> Iterator[Digests]:
 
             monkeypatch.setattr(module, "finalize", finalize)
 
-        def train_step(trainer: Any, batches: Any, config: Any, *rest: Any, inner: Any = loop.train_step) -> Any:
-            result = inner(trainer, batches, config, *rest)
-            with model.gathered(trainer, config):
+        def train_step(trainer: Any, *rest: Any, inner: Any = loop.train_step) -> Any:
+            result = inner(trainer, *rest)
+            with model.gathered(trainer):
                 found.append(look(trainer.optimizer, trainer.chunks, own_scales))
             return result
 

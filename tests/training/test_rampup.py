@@ -102,10 +102,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Watched:
     found: Watched = []
     step = loop.train_step
 
-    def watching(trainer: Any, batches: Any, config: Any, iteration: int, device: Any) -> Any:
+    def watching(trainer: Any, batches: Any, config: Any, iteration: int) -> Any:
         histories = [layer.histories["grad_output"] for layer in trainer.runtime.layers]
         found.append((iteration, [history.in_effect[slot].item() for history, slot in histories]))
-        return step(trainer, batches, config, iteration, device)
+        return step(trainer, batches, config, iteration)
 
     monkeypatch.setattr(loop, "train_step", watching)
     return found

@@ -73,7 +73,7 @@ def main(asked: dict[str, Any]) -> None:
         if iteration == asked["warm_up"] and on_gpu:
             torch.cuda.reset_peak_memory_stats()
         update_num_microbatches(iteration * batch)
-        result = train_step(trainer, batches, config, iteration, device)
+        result = train_step(trainer, batches, config, iteration)
         trainer.scheduler.step(increment=batch)
         marks.append(time.perf_counter())
         losses.append(result.loss)
@@ -84,7 +84,7 @@ def main(asked: dict[str, Any]) -> None:
     reserved = torch.cuda.max_memory_reserved() if on_gpu else 0
 
     def step() -> None:
-        train_step(trainer, batches, config, steps, device)
+        train_step(trainer, batches, config, steps)
 
     kernels, idle, isolated_ms, update_ms, stock_update_ms = None, None, None, None, None
     communication = None

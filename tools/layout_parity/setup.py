@@ -142,9 +142,7 @@ class Setup:
         """Fill the amax histories of delayed scaling, which the checkpoint lacks, as the driver does."""
         if self.trainer.runtime.recipe.delayed_operands():
             update_num_microbatches(self.progress.consumed_samples)
-            calibrate(
-                self.trainer, lambda: self._batches(self.progress), self.config, self.progress.iteration, self.device
-            )
+            calibrate(self.trainer, lambda: self._batches(self.progress), self.progress.iteration)
 
     def train(self, steps: int, progress: Progress | None = None, order: int | None = None) -> list[float]:
         """Losses of the next steps; ``order`` is the seed of another order of each iteration's samples."""
@@ -153,7 +151,7 @@ class Setup:
         batches = self._batches(progress, order)
         for _ in range(steps):
             update_num_microbatches(progress.consumed_samples)
-            result = train_step(self.trainer, batches, self.config, progress.iteration, self.device)
+            result = train_step(self.trainer, batches, self.config, progress.iteration)
             assert result.updated, f"a step was skipped: loss {result.loss}, gradient norm {result.grad_norm}"
             self.trainer.scheduler.step(increment=batch)
             progress.iteration += 1

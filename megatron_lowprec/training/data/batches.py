@@ -218,11 +218,14 @@ class Batches:
     A context-parallel rank gets its share of each sequence. Tensor-parallel rank 0 loads and broadcasts. Middle
     pipeline stages get no data, unless their routers weigh auxiliary losses by tokens with a loss, or attention has the
     documents' mask, which --reset-attention-mask adds.
+
+    Attributes:
+        micro_batch_size, seq_length: of whole sequences, before context-parallel ranks take their shares.
     """
 
     def __init__(self, split: SplitData, start: int, config: Config, device: torch.device) -> None:
-        self._device = device
-        self._shape = (len(_FIELDS), config.steps.micro_batch_size, config.shape.seq_length)
+        self.device = device
+        self.micro_batch_size, self.seq_length = config.steps.micro_batch_size, config.shape.seq_length
         weighs = config.calculate_per_token_loss and config.num_experts is not None
         self._mask_of = split.eod if config.reset_attention_mask else None
         self._needed = (
@@ -233,7 +236,7 @@ class Batches:
         if self._needed and mpu.get_tensor_model_parallel_rank() == 0:
             positions = Positions(
                 start,
-                config.steps.micro_batch_size,
+                self.micro_batch_size,
                 mpu.get_data_parallel_rank(),
                 mpu.get_data_parallel_world_size(),
             )
@@ -265,9 +268,10 @@ class Batches:
         if not self._needed:
             return dict.fromkeys((*_FIELDS, "attention_mask"))
         if self._loader is not None:
-            packed = _next(self._loader).to(self._device, non_blocking=True)
+            packed = _next(self._loader).to(self.device, non_blocking=True)
         else:
-            packed = torch.empty(self._shape, dtype=torch.int64, device=self._device)
+            shape = len(_FIELDS), self.micro_batch_size, self.seq_length
+            packed = torch.empty(shape, dtype=torch.int64, device=self.device)
         if mpu.get_tensor_model_parallel_world_size() > 1:
             # One broadcast per microbatch: a mask of ones and zeros is exact as integers.
             dist.broadcast(packed, mpu.get_tensor_model_parallel_src_rank(), mpu.get_tensor_model_parallel_group())

@@ -13,7 +13,6 @@ from megatron.core import parallel_state as mpu
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.batches import Batches, SplitData
 from megatron_lowprec.training.model import Trainer, gathered
-from megatron_lowprec.training.options.training_options import ParallelOptions
 from megatron_lowprec.training.step import PendingLoss, run_microbatches
 
 
@@ -45,19 +44,19 @@ def evaluate(
         config.steps.micro_batch_size * mpu.get_data_parallel_world_size()
     )
     losses: list[PendingLoss] = []
-    with _evaluating(trainer, config), torch.no_grad():
+    with _evaluating(trainer), torch.no_grad():
         # One call per iteration bounds the activations that a pipeline holds.
         for _ in range(config.eval_iters):
             if interrupted():
                 return None
-            losses.append(run_microbatches(trainer, batches, per_iteration, config, device))
+            losses.append(run_microbatches(trainer, batches, per_iteration))
     nats, tokens = (sum(column) for column in zip(*(loss.sums() for loss in losses), strict=True))
     return Evaluation(nats / tokens if tokens else math.nan)
 
 
 @contextmanager
-def _evaluating(trainer: Trainer, config: ParallelOptions) -> Iterator[None]:
-    with gathered(trainer, config):
+def _evaluating(trainer: Trainer) -> Iterator[None]:
+    with gathered(trainer):
         for chunk in trainer.chunks:
             chunk.eval()
         try:

@@ -15,11 +15,11 @@ from megatron_lowprec.mcore.optim.expert_bias import keep_expert_biases
 from megatron_lowprec.mcore.optim.stored_gradient import has_finite_gradient
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.training.checkpoint import random_state
-from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import describe_layout
 from megatron_lowprec.training.data.batches import Batches
 from megatron_lowprec.training.distributed.interrupt import Stop
 from megatron_lowprec.training.model import Trainer
+from megatron_lowprec.training.options.parts import Steps
 from megatron_lowprec.training.step import forward_backward
 
 REPORT = "bad_numbers.md"
@@ -33,14 +33,7 @@ class Diagnosis:
     gemm: str = ""
 
 
-def diagnose(
-    trainer: Trainer,
-    batches: list[Batches],
-    config: Config,
-    iteration: int,
-    device: torch.device,
-    before: dict[str, Any],
-) -> Diagnosis:
+def diagnose(trainer: Trainer, batches: list[Batches], iteration: int, before: dict[str, Any]) -> Diagnosis:
     """Repeat a skipped step's forward and backward and return the first non-finite tensor; a collective call.
 
     Args:
@@ -51,7 +44,7 @@ def diagnose(
     after, restore_biases = random_state.capture(), keep_expert_biases(trainer.chunks)
     random_state.restore(before)
     with FiniteCheck(trainer.chunks) as check:
-        loss = forward_backward(trainer, batches, config, iteration, device)
+        loss = forward_backward(trainer, batches, iteration)
     found: list[Finding | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, check.first)
     first = min((finding for finding in found if finding is not None), default=None)
@@ -99,7 +92,7 @@ def weights_are_finite(trainer: Trainer) -> bool:
 class BadSteps:
     """Counts consecutive skipped steps, those before this start included. ``diagnose`` runs for the first of them."""
 
-    config: Config
+    steps: Steps
     run_folder: Path
     in_a_row: int = 0
     _told: list[str] = field(default_factory=list)
@@ -126,7 +119,7 @@ class BadSteps:
 
     def stop(self) -> Stop | None:
         """A reason to give up, after --max-skipped-steps in a row; else None."""
-        if self.in_a_row < self.config.max_skipped_steps:
+        if self.in_a_row < self.steps.max_skipped_steps:
             return None
         return self._failed(f"{self.in_a_row} iterations in a row were skipped, for loss or gradient were not finite")
 
@@ -134,7 +127,7 @@ class BadSteps:
         """Why a run that ended after ``iteration``, and was not given up, has failed all the same; else None."""
         if not finite_weights:
             return self._failed(f"after iteration {iteration} the weights are not finite")
-        if self.in_a_row and iteration >= self.config.steps.iterations:
+        if self.in_a_row and iteration >= self.steps.iterations:
             last = "iteration was" if self.in_a_row == 1 else f"{self.in_a_row} iterations were"
             return self._failed(f"the last {last} skipped, for loss or gradient were not finite")
         return None

@@ -44,7 +44,7 @@ def main(cases: Path) -> None:
     inner, update = loop.train_step, step.optimizer_step
     counts: list[dict[str, float]] = []
 
-    def counted(trainer: Any, batches: Any, config: Any, iteration: int, device: Any) -> Any:
+    def counted(trainer: Any, batches: Any, config: Any, iteration: int) -> Any:
         sent = {"backward": 0.0, "update": 0.0}
         counts.append(sent)
         with CountedCollectives() as mode:
@@ -54,7 +54,7 @@ def main(cases: Path) -> None:
                 return update(*arguments)
 
             step.optimizer_step = counted_update
-            result = inner(trainer, batches, config, iteration, device)
+            result = inner(trainer, batches, config, iteration)
         sent["update"] = mode.sent - sent["backward"]
         if torch.distributed.get_rank() == 0:
             Path("wire.json").write_text(json.dumps(counts))

@@ -60,25 +60,37 @@ def build(config: Config, tokenizer: Tokenizer, world_rank: int, local_rank: int
     Raises:
         UserError: on every rank if raised on one: paths, vocabularies, a split without a whole sample.
     """
+    shared = {s: _documents_config(config, tokenizer, s) for s in _SPLITS}
     if config.mock_data:
-        ordered = {s: _order_of(config, s) for s in _SPLITS}
-        return {
-            s.name: _split_data([MockSamples(own, tokenizer, s.value)], [1.0], own, tokenizer.eod)
-            for s, own in ordered.items()
-        }
+        return {s.name: _split_data([MockSamples(own, s.value)], [1.0], own) for s, own in shared.items()}
     with long_timeout_group() as group:
         prefixes = rank0_first(local_rank == 0, lambda: _prepared_texts(config, tokenizer), group)
         # The first rank writes the indices, the others read them.
         return rank0_first(
             world_rank == 0,
-            lambda: {s.name: _build_split(_order_of(config, s), prefixes, tokenizer, s) for s in _SPLITS},
+            lambda: {
+                s.name: _build_split(config, own, prefixes, s) if s is Split.train or config.eval_iters else None
+                for s, own in shared.items()
+            },
             group,
         )
 
 
-def _order_of(config: Config, split: Split) -> Config:
-    """The options with the seed that orders this split's samples."""
-    return config if split is Split.train else replace(config, seed=_EVALUATION_SEED)
+def _documents_config(config: Config, tokenizer: Tokenizer, split: Split) -> DocumentsConfig:
+    """What all samples of a split depend on, whatever its documents."""
+    return DocumentsConfig(
+        random_seed=config.seed if split is Split.train else _EVALUATION_SEED,
+        sequence_length=config.shape.seq_length,
+        # Datasets are built one by one; without a blend Megatron-core's config assumes mock data.
+        blend=([""], None),
+        split="1",
+        path_to_cache=config.data_cache_path,
+        tokenizer=tokenizer,
+        reset_position_ids=config.reset_position_ids,
+        reset_attention_mask=False,
+        eod_mask_loss=config.eod_mask_loss,
+        create_attention_mask=False,  # Batches makes it on the device
+    )
 
 
 def _prepared_texts(config: DataOptions, tokenizer: Tokenizer) -> dict[str, str]:
@@ -93,9 +105,11 @@ def _prepared_texts(config: DataOptions, tokenizer: Tokenizer) -> dict[str, str]
     return prefixes
 
 
-def _build_split(config: Config, prefixes: Mapping[str, str], tokenizer: Tokenizer, split: Split) -> SplitData | None:
+def _build_split(
+    config: DataOptions, shared: DocumentsConfig, prefixes: Mapping[str, str], split: Split
+) -> SplitData | None:
     paths = data_paths(config, split.name)
-    if not paths or (split.name != "train" and config.eval_iters == 0):
+    if not paths:
         return None
     share: tuple[float, float] | None = (0.0, 1.0)
     if config.data_path is not None:
@@ -103,24 +117,11 @@ def _build_split(config: Config, prefixes: Mapping[str, str], tokenizer: Tokeniz
     if share is None:
         return None
     documents = share
-    cached = DocumentsConfig(
-        random_seed=config.seed,
-        sequence_length=config.shape.seq_length,
-        # Datasets are built one by one; without a blend Megatron-core's config assumes mock data.
-        blend=([""], None),
-        split="1",
-        path_to_cache=config.data_cache_path,
-        tokenizer=tokenizer,
-        reset_position_ids=config.reset_position_ids,
-        reset_attention_mask=False,
-        eod_mask_loss=config.eod_mask_loss,
-        create_attention_mask=False,  # Batches makes it on the device
-    )
 
     def samples_of(path: str) -> Samples:
         if config.sft:
-            return ChatSamples(prefixes[path], documents, cached.sequence_length, tokenizer, split.name, path)
-        return _build_dataset(cached, prefixes[path], documents, split, path)
+            return ChatSamples(prefixes[path], documents, shared.sequence_length, shared.tokenizer, split.name, path)
+        return _build_dataset(shared, prefixes[path], documents, split, path)
 
     def blend_of(items: Sequence[str]) -> tuple[list[str], list[Samples], list[float]]:
         blend = parse_blend(items)
@@ -129,7 +130,7 @@ def _build_split(config: Config, prefixes: Mapping[str, str], tokenizer: Tokeniz
         return [path for path, _ in blend], datasets, weights
 
     named, datasets, weights = blend_of(paths)
-    found = _split_data(datasets, weights, config, tokenizer.eod)
+    found = _split_data(datasets, weights, shared)
     if split.name != "train" or config.data_phase_path is None:
         return found
     switch, first = config.data_phase_switch_samples, found.samples
@@ -138,7 +139,7 @@ def _build_split(config: Config, prefixes: Mapping[str, str], tokenizer: Tokeniz
     # The second blend continues each shared path where the first stopped: no sample repeats before all were seen.
     taken = dict(zip(named, first.taken(switch), strict=True))
     named, datasets, weights = blend_of(config.data_phase_path)
-    second = Blend([Epochs(d, config.seed) for d in datasets], weights, [taken.get(path, 0) for path in named])
+    second = Blend([Epochs(d, shared.random_seed) for d in datasets], weights, [taken.get(path, 0) for path in named])
     return replace(found, samples=Phases(first, second, switch), notes=found.notes + _notes(datasets))
 
 
@@ -147,29 +148,29 @@ def _notes(datasets: Sequence[Samples]) -> tuple[str, ...]:
 
 
 def _build_dataset(
-    cached: DocumentsConfig, prefix: str, share: tuple[float, float], split: Split, path: str
+    shared: DocumentsConfig, prefix: str, share: tuple[float, float], split: Split, path: str
 ) -> DocumentSamples:
     """One epoch of the documents in ``share`` of one prefix."""
-    indexed = Corpus(prefix, cached.tokenizer.vocab_size)
+    indexed = Corpus(prefix, shared.tokenizer.vocab_size)
     documents = len(indexed)
     first, last = (round(documents * end) for end in share)
     tokens = int(indexed.sequence_lengths[first:last].sum())
-    if tokens <= cached.sequence_length:
+    if tokens <= shared.sequence_length:
         raise UserError(
             f"{path}: its {split.name} part has {tokens} tokens in {last - first} documents, less than one sample of "
-            f"{cached.sequence_length} + 1; give more data, a shorter --seq-length or another --split"
+            f"{shared.sequence_length} + 1; give more data, a shorter --seq-length or another --split"
         )
-    config = replace(cached, documents=(first, last), tokens=tokens)
+    config = replace(shared, documents=(first, last), tokens=tokens)
     return DocumentSamples(indexed, prefix, np.arange(first, last, dtype=np.int32), None, split, config)
 
 
-def _split_data(datasets: Sequence[Samples], weights: Sequence[float], config: Config, eod: int) -> SplitData:
+def _split_data(datasets: Sequence[Samples], weights: Sequence[float], shared: DocumentsConfig) -> SplitData:
     samples = sum(len(d) for d in datasets)
     return SplitData(
-        Blend([Epochs(d, config.seed) for d in datasets], weights),
+        Blend([Epochs(d, shared.random_seed) for d in datasets], weights),
         samples,
-        samples * config.shape.seq_length,
-        eod,
+        samples * shared.sequence_length,
+        shared.tokenizer.eod,
         _notes(datasets),
     )
 
@@ -177,22 +178,18 @@ def _split_data(datasets: Sequence[Samples], weights: Sequence[float], config: C
 class MockSamples:
     """Learnable samples without data files: arithmetic sequences modulo the vocabulary."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, stream: int) -> None:
-        self._config, self._eod = config, tokenizer.eod
-        self._length, self._vocab_size, self._seed = (
-            config.shape.seq_length,
-            tokenizer.vocab_size,
-            [config.seed, stream],
-        )
+    def __init__(self, config: DocumentsConfig, stream: int) -> None:
+        self._config, self._seed = config, [config.random_seed, stream]
 
     def __len__(self) -> int:
         return _MOCK_SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        start, step = np.random.default_rng([*self._seed, index]).integers(1, self._vocab_size, size=2)
-        text = torch.from_numpy((start + (step % 7 + 1) * np.arange(self._length + 1)) % self._vocab_size)
+        config, vocab_size = self._config, self._config.tokenizer.vocab_size
+        start, step = np.random.default_rng([*self._seed, index]).integers(1, vocab_size, size=2)
+        text = torch.from_numpy((start + (step % 7 + 1) * np.arange(config.sequence_length + 1)) % vocab_size)
         _, loss_mask, positions = _get_ltor_masks_and_position_ids(
-            text[:-1], self._eod, self._config.reset_position_ids, False, self._config.eod_mask_loss, False
+            text[:-1], config.tokenizer.eod, config.reset_position_ids, False, config.eod_mask_loss, False
         )
         return {"tokens": text[:-1], "labels": text[1:], "position_ids": positions, "loss_mask": loss_mask}
 

@@ -27,11 +27,11 @@ from megatron_lowprec.training.checkpoint import checksums, storage
 from megatron_lowprec.training.checkpoint.checkpoint import Progress, state_to_save
 from megatron_lowprec.training.checkpoint.resume import CONFIG
 from megatron_lowprec.training.checkpoint.write_results import WriteResults
-from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.distributed import subprocesses
 from megatron_lowprec.training.distributed.rank_sync import on_first_rank
 from megatron_lowprec.training.distributed.watchdog import is_lost_connection
 from megatron_lowprec.training.model import Trainer
+from megatron_lowprec.training.options.output_options import CheckpointOptions
 
 
 class CheckpointWriter:
@@ -43,7 +43,7 @@ class CheckpointWriter:
         say: called with lines for the log.
     """
 
-    def __init__(self, config: Config, saved: dict[str, Any], say: Callable[[str], None]) -> None:
+    def __init__(self, config: CheckpointOptions, saved: dict[str, Any], say: Callable[[str], None]) -> None:
         self._config, self._saved, self._say = config, saved, say
         self._queue = AsyncCallsQueue()
         self._writing: Path | None = None

@@ -254,7 +254,8 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
     trainer.enter_phase(last.step)
     if progress.iteration > 0 and plan.found is not None and other_recipe(plan.found, plan.recipe) is not None:
         uncalibrated |= on_any_rank(trainer.fit_histories(), device)  # of layers that the recipe before left in bf16
-    if ranks.rank == 0:
+    first = ranks.rank == 0
+    if first:
         notes += keep_older_run(paths, config)
     run_on_all_ranks(lock.acquire)  # moving an older run's folder has moved the file with it
     layers = model.implementation(config, trainer)
@@ -268,13 +269,15 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
         "parameters": num_parameters(config, vocabulary),
         "tokens": plan.samples * config.shape.seq_length,
     }
-    record = RunRecord(paths.record, ranks.rank == 0, facts, continues=plan.continues)
+    record = RunRecord(paths.record, first, facts, continues=plan.continues)
     if plan.recipe.phases:
         record.enter_phase(phase_in_force(plan.recipe, last), trainer.runtime.gemms())
     # Without an evaluation nothing replaces the last one's rows.
     evaluated = progress.evaluated if config.eval_iters else progress.iteration
-    with RunLog(config, paths, ranks.rank == 0, progress.iteration, content, evaluated, record.run_id) as log:
-        if ranks.rank == 0:
+    with RunLog(
+        config, paths, config.steps.iterations, first, progress.iteration, content, evaluated, record.run_id
+    ) as log:
+        if first:
             paths.config.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
         log.say(*plan.notes, *_header(plan, layers, str(device), splits, ranks.world_size))
         about_data = [note for split in splits.values() if split is not None for note in split.notes]

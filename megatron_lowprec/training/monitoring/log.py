@@ -16,7 +16,6 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import atomic_write, json_lines
 from megatron_lowprec.mcore.debug.operand_probe import OperandId
 from megatron_lowprec.quantization.error_stats import QuantizationError
-from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths
 from megatron_lowprec.training.monitoring.metrics_file import check_iteration
 from megatron_lowprec.training.monitoring.quantization_log import (
@@ -107,6 +106,7 @@ class RunLog:
     A context, which closes all files, and the progress bar, if an error ends it before ``close``.
 
     Args:
+        iterations: of the whole run.
         resumed_at: the iteration after which rows of metrics are written anew.
         resolved: content of config.yaml, for W&B.
         evaluated_at: the same as ``resumed_at`` for rows of evaluations; by default that iteration.
@@ -115,15 +115,16 @@ class RunLog:
 
     def __init__(
         self,
-        config: Config,
+        config: LoggingOptions,
         paths: RunPaths,
+        iterations: int,
         writes: bool,
         resumed_at: int,
         resolved: Mapping[str, Any],
         evaluated_at: int | None = None,
         run_id: str | None = None,
     ) -> None:
-        self._config, self._paths, self._writes = config, paths, writes
+        self._config, self._paths, self._iterations, self._writes = config, paths, iterations, writes
         self._open = writes
         self._bar: Any = None
         self._interval = _Interval()
@@ -172,14 +173,11 @@ class RunLog:
         interval.iterations += 1
         if self._bar is not None:
             self._bar.update(self._task, completed=row.iteration, loss=f"{row.loss:.4f}")
-        if row.iteration % self._config.log_interval == 0 or row.iteration == self._config.train_iters:
+        if row.iteration % self._config.log_interval == 0 or row.iteration == self._iterations:
             mean = sum(interval.losses) / len(interval.losses) if interval.losses else math.nan
             seconds = interval.seconds / interval.iterations
-            self.say(
-                iteration_line(
-                    row, self._config.steps.iterations, mean, seconds, interval.tflop_seconds / interval.seconds
-                )
-            )
+            tflops = interval.tflop_seconds / interval.seconds
+            self.say(iteration_line(row, self._iterations, mean, seconds, tflops))
             self._interval = _Interval()
 
     def quantization(self, iteration: int, operands: Sequence[tuple[OperandId, QuantizationError]]) -> None:
@@ -264,7 +262,7 @@ class RunLog:
             TextColumn("loss {task.fields[loss]}"),
             TimeRemainingColumn(),
         )
-        self._task = self._bar.add_task("", total=self._config.train_iters, completed=resumed_at, loss="?")
+        self._task = self._bar.add_task("", total=self._iterations, completed=resumed_at, loss="?")
         self._bar.start()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths
 from megatron_lowprec.training.config.resolve import data_parallel_size
 from megatron_lowprec.training.memory.plan import GIB
+from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.sizes import linear_sites, sharding
 
 if TYPE_CHECKING:
@@ -25,18 +26,19 @@ def check_capture(config: Config) -> None:
     Raises:
         UserError: with the names of all layers.
     """
-    names = [name for site in linear_sites(config) for name in _paths(config, site)]
+    layers = _layers(config)
+    names = [name for site, shards in layers.items() for name in _paths(site, shards)]
     for glob in config.capture_layers:
         if not any(fnmatchcase(name, glob) for name in names):
-            raise UserError(f"--capture-layers {glob} matches no linear layer; this model has {_summary(config)}")
+            raise UserError(f"--capture-layers {glob} matches no linear layer; this model has {_summary(layers)}")
 
 
 def capture_line(config: Config, paths: RunPaths, world_size: int, completed: int) -> str:
     """Header line: number of layers, bytes of all ranks' files, and their folder, after ``completed`` iterations."""
-    sites = linear_sites(config)
-    matched = {site: count for site in sites if (count := _matched(config, site))}
-    size = sum(count * _bytes(config, site, world_size) for site, count in matched.items())
-    about = "about " if any(sharding(config, site).experts for site in matched) else ""
+    layers, globs = _layers(config), config.capture_layers
+    matched = {site: count for site, shards in layers.items() if (count := _matched(globs, _paths(site, shards)))}
+    size = sum(count * _bytes(config, site, layers[site], world_size) for site, count in matched.items())
+    about = "about " if any(layers[site].experts for site in matched) else ""
     asked = sorted(set(config.capture_step))
     behind = " (behind: written before, or never)"
     steps = ", ".join(f"{step}{behind if step <= completed else ''}" for step in asked)
@@ -66,31 +68,32 @@ def write_captures(folder: Path, captures: Iterable[Capture]) -> None:
         ) from None
 
 
-def _paths(config: Config, site: LinearSite) -> list[str]:
+def _layers(config: Config) -> dict[LinearSite, Sharding]:
+    return {site: sharding(config, site) for site in linear_sites(config)}
+
+
+def _paths(site: LinearSite, shards: Sharding) -> list[str]:
     """``LinearId.path`` of a layer, or of each of its experts."""
-    shards = sharding(config, site)
     experts: Sequence[int] = range(shards.copies) if shards.experts else (-1,)
     return [site_path(site.layer_number, site.name, expert) for expert in experts]
 
 
-def _matched(config: Config, site: LinearSite) -> int:
-    return sum(any(fnmatchcase(path, glob) for glob in config.capture_layers) for path in _paths(config, site))
+def _matched(globs: Sequence[str], paths: Sequence[str]) -> int:
+    return sum(any(fnmatchcase(path, glob) for glob in globs) for path in paths)
 
 
-def _summary(config: Config) -> str:
+def _summary(layers: Mapping[LinearSite, Sharding]) -> str:
     """All names, with one pattern for the layers that share it."""
     found: dict[str, list[int]] = {}
-    for site in linear_sites(config):
-        shards = sharding(config, site)
+    for site, shards in layers.items():
         experts = f" of expert E (0 to {shards.copies - 1})" if shards.experts else ""
         found.setdefault(f"{site.name}{experts}", []).append(site.layer_number)
     return ", ".join(f"layers.N.{name} (N from {min(at)} to {max(at)})" for name, at in found.items())
 
 
-def _bytes(config: Config, site: LinearSite, world_size: int) -> float:
+def _bytes(config: Config, site: LinearSite, shards: Sharding, world_size: int) -> float:
     """Bytes of x, w and dy of one layer or expert over all ranks; for an expert under a balanced load."""
-    shards, data = sharding(config, site), data_parallel_size(config, world_size)
-    tensor = shards.tensor_ranks
+    data, tensor = data_parallel_size(config, world_size), shards.tensor_ranks
     tokens: float = data * config.steps.micro_batch_size * config.shape.seq_length
     replicas = data
     if shards.experts:

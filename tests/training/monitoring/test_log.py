@@ -53,9 +53,8 @@ def test_log_line_puts_what_was_asked_for_in_megatron_s_order() -> None:
 
 
 def test_metrics_hold_every_step_and_losses_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"train_iters": 3, "micro_batch_size": 1, "global_batch_size": 8}
-    config, paths = run_paths(Config(save=str(tmp_path / "run"), log_interval=2, **sizes), "bf16")
-    log = RunLog(config, paths, writes=True, resumed_at=0, resolved={})
+    config, paths = run_paths(Config(save=str(tmp_path / "run"), log_interval=2), "bf16")
+    log = RunLog(config, paths, 3, writes=True, resumed_at=0, resolved={})
     for iteration, loss in ((1, 1.0), (2, math.nan), (3, 0.1)):
         log.step(row(iteration=iteration, loss=loss))
     log.evaluation(3, 24, "valid", 2.0, math.exp(2.0))
@@ -74,8 +73,8 @@ def test_metrics_hold_every_step_and_losses_exactly(tmp_path: Path, capsys: pyte
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
-    config, paths = run_paths(Config(save=str(tmp_path / "run"), train_iters=3), "bf16")
-    log = RunLog(config, paths, writes=True, resumed_at=0, resolved={})
+    config, paths = run_paths(Config(save=str(tmp_path / "run")), "bf16")
+    log = RunLog(config, paths, 3, writes=True, resumed_at=0, resolved={})
     log.step(row(iteration=1))
     with largest_file(paths.metrics.stat().st_size + 10), pytest.raises(UserError) as error:
         log.step(row(iteration=2))
@@ -83,19 +82,19 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
         r".*/run: metrics could not be written: File too large; .*start the run again", str(error.value)
     )
     # What was written of the row is left out when the run goes on.
-    RunLog(config, paths, writes=True, resumed_at=1, resolved={})
+    RunLog(config, paths, 3, writes=True, resumed_at=1, resolved={})
     assert [json.loads(line)["iteration"] for line in paths.metrics.read_text().splitlines()] == [1]
 
 
 def test_a_continued_run_drops_rows_that_it_writes_again(tmp_path: Path) -> None:
-    config, paths = run_paths(Config(save=str(tmp_path), train_iters=4), "bf16")
-    first = RunLog(config, paths, writes=True, resumed_at=0, resolved={})
+    config, paths = run_paths(Config(save=str(tmp_path)), "bf16")
+    first = RunLog(config, paths, 4, writes=True, resumed_at=0, resolved={})
     for iteration in (1, 2, 3):
         first.step(row(iteration=iteration))
     first.close()
     with paths.metrics.open("a") as metrics:
         metrics.write('{"iteration": 4, "lm lo')
-    second = RunLog(config, paths, writes=True, resumed_at=2, resolved={})
+    second = RunLog(config, paths, 4, writes=True, resumed_at=2, resolved={})
     second.step(row(iteration=3, loss=9.0))
     second.close()
     rows = [json.loads(line) for line in paths.metrics.read_text().splitlines()]

@@ -7,39 +7,44 @@ from collections.abc import Sequence
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.fields import check_divisible
-from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.options.optimizer_options import OptimizerOptions
 from megatron_lowprec.training.options.parts import Steps
 
 
-def check_rampup(config: Config, step: int) -> None:
+def check_rampup(steps: Steps, schedule: OptimizerOptions, step: int) -> None:
     """Check that a ramp fits the batch size and the run.
 
     Args:
+        schedule: options with lengths of the schedule.
         step: samples of one microbatch on every data-parallel rank.
 
     Raises:
         UserError: not START INCREMENT SAMPLES; sizes that do not divide; a length in iterations, which Megatron-LM
             refuses as well.
     """
-    ramp = config.rampup_batch_size
+    ramp = steps.rampup_batch_size
     if ramp is None:
         return
     if len(ramp) != 3 or min(ramp) < 1:
         raise UserError(f"--rampup-batch-size wants START INCREMENT SAMPLES, found {' '.join(map(str, ramp))}")
     start, increment, _ = ramp
-    batch = config.steps.global_batch_size
+    batch = steps.global_batch_size
     check_divisible("--rampup-batch-size's START", start, "micro-batch x data-parallel size", step)
     check_divisible("--rampup-batch-size's INCREMENT", increment, "micro-batch x data-parallel size", step)
     if batch <= start:
         raise UserError(f"--rampup-batch-size starts at {start}, not below --global-batch-size {batch}")
     check_divisible("--global-batch-size less START", batch - start, "INCREMENT", increment)
-    for name in ("train_iters", "lr_decay_iters", "lr_warmup_iters"):
-        count = getattr(config, name)
+    lengths = {
+        "train_iters": steps.train_iters,
+        "lr_decay_iters": schedule.lr_decay_iters,
+        "lr_warmup_iters": schedule.lr_warmup_iters,
+    }
+    for name, count in lengths.items():
         if count:
             by_samples = name.replace("_iters", "_samples")
             raise UserError(
                 f"--rampup-batch-size with {flag(name)} {count}: iterations of a ramp differ in size; give "
-                f"{flag(by_samples)} instead, {samples_of(config.steps, count)} for {count} iterations"
+                f"{flag(by_samples)} instead, {samples_of(steps, count)} for {count} iterations"
             )
 
 

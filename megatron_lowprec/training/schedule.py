@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.options.optimizer_options import OptimizerOptions
 
-_DEFAULT = vars(Config())
+_DEFAULT = vars(OptimizerOptions())
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ _LENGTHS = {
 
 
 def continued(
-    planned: Schedule, saved: Schedule, config: Config, options: Mapping[str, Any], given: Collection[str]
+    planned: Schedule, saved: Schedule, config: OptimizerOptions, options: Mapping[str, Any], given: Collection[str]
 ) -> tuple[Schedule, list[str]]:
     """The schedule of a run that resumes a checkpoint, with a note where the two differ.
 

@@ -118,8 +118,9 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
     if (config.train_iters is None) == (config.train_samples is None):
         found = "missing" if config.train_iters is None else "given twice"
         raise UserError(f"the length of the run is {found}: give --train-iters or --train-samples")
-    check_rampup(config, step)
-    _check_interleaving(config, step)
+    check_rampup(config.steps, config, step)
+    if virtual_stages(config) is not None:
+        _check_interleaving(config.steps, step * config.pipeline_model_parallel_size)
     if config.train_iters is None:
         config = replace(config, train_iters=run_length(config.steps)[0])
     _check_features(config, gpus)
@@ -302,14 +303,15 @@ def _check_profile(steps: Steps) -> None:
         )
 
 
-def _check_interleaving(config: Config, step: int) -> None:
-    """Require microbatches in multiples of the stages; Megatron-core checks this only in a step."""
-    if virtual_stages(config) is None:
-        return
-    turn = step * config.pipeline_model_parallel_size
-    sizes = {"--global-batch-size": config.steps.global_batch_size}
-    if config.rampup_batch_size is not None:
-        start, increment, _ = config.rampup_batch_size
+def _check_interleaving(steps: Steps, turn: int) -> None:
+    """Require microbatches in multiples of the stages; Megatron-core checks this only in a step.
+
+    Args:
+        turn: samples of one microbatch for each stage, on every data-parallel rank.
+    """
+    sizes = {"--global-batch-size": steps.global_batch_size}
+    if steps.rampup_batch_size is not None:
+        start, increment, _ = steps.rampup_batch_size
         sizes |= {"--rampup-batch-size's START": start, "--rampup-batch-size's INCREMENT": increment}
     for name, size in sizes.items():
         check_divisible(name, size, "micro-batch x data-parallel size x pipeline stages (interleaved)", turn)

@@ -37,6 +37,7 @@ from megatron_lowprec.training.config.options import OPTIONS, Config
 from megatron_lowprec.training.config.resolve import microbatches_of, virtual_stages
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.common import rope
+from megatron_lowprec.training.options.recipe_options import RecipeOptions
 from megatron_lowprec.training.schedule import Schedule
 
 Runtime = RecipeRuntime | TERuntime
@@ -143,7 +144,7 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
         accumulate_wgrad=not config.no_gradient_accumulation_fusion,
         share_rng_across_dp=config.share_rng_across_dp,
         reduce_amax=not config.no_amax_reduce,
-        cache_weights=_several_microbatches(config),
+        cache_weights=microbatches_of(config, torch.distributed.get_world_size()) > 1,
         save_memory=bool(config.save_memory),
         emulate=emulated_rows(config.emulate, config.native),
         emulate_accumulator=config.emulate_accumulator,
@@ -153,10 +154,6 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
         total_steps=config.train_iters,
         recompute_gelu=config.recompute_gelu,
     )
-
-
-def _several_microbatches(config: Config) -> bool:
-    return microbatches_of(config, torch.distributed.get_world_size()) > 1
 
 
 def transformer_config(config: Config, te: TEConfig | None = None) -> TransformerConfig:
@@ -307,9 +304,9 @@ def _inner_options(config: Config) -> dict[str, Any]:
     return {name.removeprefix(prefix): getattr(config, name) for name in OPTIONS if name.startswith(prefix)}
 
 
-def implementation(config: Config, trainer: Trainer) -> str:
+def implementation(config: RecipeOptions, trainer: Trainer) -> str:
     """Names the layers and the optimizer in use: Megatron-core prefers TransformerEngine's or apex's Adam."""
-    if config.transformer_impl == "transformer_engine":
+    if isinstance(trainer.runtime, TERuntime):
         layers = f"transformer_engine {get_te_version()}"
     else:
         layers = f"local, {'Megatron-core' if config.no_lowprec_linears else 'this project'}'s linears"

@@ -53,6 +53,7 @@ from megatron_lowprec.training.memory.plan import GIB
 from megatron_lowprec.training.models.sizes import linear_sites, num_parameters, tensor_ranks
 from megatron_lowprec.training.monitoring.counterfactuals import check_counterfactuals
 from megatron_lowprec.training.monitoring.operand_files import capture_line, check_capture
+from megatron_lowprec.training.options.recipe_options import RecipeOptions
 from megatron_lowprec.training.run_plan import RunPlan, plan_run
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
         check_primary_weights(recipe)
     config, more = resolve_recipe(config, recipe, given)
     notes = notes + more
-    _check_device(config)
+    _check_device(config, config.memory_plan)
     if config.explain_recipe:
         _print_once(ranks, *notes, *memory_notes(config, recipe, given), _explanation(config, recipe))
         return
@@ -105,17 +106,17 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     _train(config, given, notes, recipe, ranks)
 
 
-def _check_device(config: Config) -> None:
+def _check_device(config: RecipeOptions, memory_plan: bool) -> None:
     if config.device is None:
         return
-    if not (config.explain_recipe or config.memory_plan):
+    if not (config.explain_recipe or memory_plan):
         raise UserError(
             f"--device {config.device} was asked of a run, which takes the GPUs of its machine: leave it out, or add "
             "--explain-recipe or --memory-plan"
         )
     if config.device not in DEVICES:
         raise UserError(f"--device {config.device} is not known: give one of {', '.join(DEVICES)}")
-    if config.memory_plan and config.device == "cpu":
+    if memory_plan and config.device == "cpu":
         raise UserError("--device cpu was asked of --memory-plan, which counts a GPU's memory: give a GPU such as sm90")
 
 
@@ -284,7 +285,7 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
         log.say(*trainer.runtime.header(), *about_data, *notes)
         # From here on there is training state to save.
         signals.defer()
-        stops = StopReasons(config, signals, ranks.started)
+        stops = StopReasons(config, config.distributed_timeout_minutes, signals, ranks.started)
         writer = CheckpointWriter(config, content, log.say)
         if trainer.graphs is not None:
             trainer.graphs.say = log.say

@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 
 from megatron_lowprec.files import atomic_write
-from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.distributed.subprocesses import SIGNALS
+from megatron_lowprec.training.options.training_options import TrainingOptions
 
 REQUEUE = "requeue"
 
@@ -92,13 +92,17 @@ class StopReasons:
 
     With several ranks, a signal on one of them or one rank's time limit takes effect at the next call: one step later,
     or one batch of an evaluation.
+
+    Args:
+        timeout_minutes: after which the collective of a call fails.
+        started: ``Ranks.started``.
     """
 
-    def __init__(self, config: Config, signals: Signals, started: float) -> None:
+    def __init__(self, config: TrainingOptions, timeout_minutes: int, signals: Signals, started: float) -> None:
         from megatron_lowprec.training.distributed.rank_sync import AsyncAnyReduce
 
         self._config, self._signals, self._started = config, signals, started
-        self._any_rank = AsyncAnyReduce(timedelta(minutes=config.distributed_timeout_minutes))
+        self._any_rank = AsyncAnyReduce(timedelta(minutes=timeout_minutes))
 
     def after(self, iteration: int) -> Stop | None:
         """A reason to stop after this iteration."""

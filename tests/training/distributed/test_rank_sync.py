@@ -23,14 +23,14 @@ def ask(rank: int, store: str, answers: Any) -> None:
     """One rank that asks after each of its steps until it is told to stop, or has made all of them."""
     import torch.distributed as dist
 
-    from megatron_lowprec.training.config.options import Config
     from megatron_lowprec.training.distributed.interrupt import Signals, StopReasons
+    from megatron_lowprec.training.options.training_options import TrainingOptions
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     found: dict[str, tuple[int, str]] = {}
     for event in EVENTS:
         signals = Signals()
-        stops = StopReasons(Config(exit_duration_in_mins=MINUTES), signals, started=time.monotonic())
+        stops = StopReasons(TrainingOptions(exit_duration_in_mins=MINUTES), 10, signals, started=time.monotonic())
         for iteration in range(1, STEPS + 1):
             time.sleep(0.05 * rank)  # one rank lags behind
             if rank == 1 and iteration == 3 and event == "signal":

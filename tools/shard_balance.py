@@ -22,6 +22,7 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 from megatron_lowprec.training.models.sizes import has_bias, has_experts, linear_sites
+from megatron_lowprec.training.options.training_options import ParallelOptions
 
 MODELS = ("gpt_345m", "gpt_1.3b", "gpt_6.7b")
 RANKS = (2, 4, 8, 16, 32, 64)
@@ -137,7 +138,7 @@ def weights_of(config: Config, padded_vocab: int) -> list[Weight]:
     return found
 
 
-def bucket_size(config: Config, ranks: int) -> int | None:
+def bucket_size(config: ParallelOptions, ranks: int) -> int | None:
     """Entries of a bucket, as ``training.model`` sets them."""
     return max(40_000_000, 1_000_000 * ranks) if config.overlap_grad_reduce else None
 

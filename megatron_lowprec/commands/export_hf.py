@@ -67,7 +67,7 @@ def export(args: argparse.Namespace) -> list[str]:
     save_file(tensors, weights, metadata={"format": "pt"})
     default_mode(weights)
     (out / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    files = write_tokenizer(config, out)
+    files = write_tokenizer(config, config.shape.max_position_embeddings, out)
     count = sum(tensor.numel() for tensor in tensors.values())
     lines = [f"{found.folder} -> {out}: {about['architectures'][0]}, {count:,} weights in {name}"]
     return [*found.notes, *lines, f"tokenizer: {tokenizer}; {', '.join(files) or 'no files'}"]

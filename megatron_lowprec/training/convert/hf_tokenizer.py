@@ -9,17 +9,20 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.shipped import find
-from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.tokenizer import END_OF_TEXT, end_tokens, json_object
-from megatron_lowprec.training.options.model_options import ModelOptions
+from megatron_lowprec.training.options.dataset_options import DataOptions
 
 
-def write_tokenizer(config: Config, folder: Path) -> list[str]:
-    """Write a run's tokenizer into a model's folder; returns the file names, none for a NullTokenizer."""
+def write_tokenizer(config: DataOptions, context: int, folder: Path) -> list[str]:
+    """Write a run's tokenizer into a model's folder; returns the file names, none for a NullTokenizer.
+
+    Args:
+        context: context length of the model in tokens.
+    """
     if config.tokenizer_type == "GPT2BPETokenizer":
         assert config.vocab_file is not None, "resolve() asks for it"
         assert config.merge_file is not None, "resolve() asks for it"
-        return _write_gpt2(find(config.vocab_file), find(config.merge_file), sized_context(config), folder)
+        return _write_gpt2(find(config.vocab_file), find(config.merge_file), context, folder)
     if config.tokenizer_type == "SentencePieceTokenizer":
         assert config.tokenizer_model is not None, "resolve() asks for it"
         shutil.copyfile(find(config.tokenizer_model), folder / "tokenizer.model")
@@ -43,11 +46,6 @@ _OF_A_TOKENIZER = (
     *("vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "chat_template.jinja"),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
 )
-
-
-def sized_context(config: ModelOptions) -> int:
-    """Context length of the model in tokens."""
-    return config.max_position_embeddings or config.seq_length or 1024
 
 
 def _write_gpt2(vocab: Path, merges: Path, context: int, folder: Path) -> list[str]:

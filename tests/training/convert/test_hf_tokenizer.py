@@ -107,7 +107,7 @@ def test_an_exported_sentencepiece_model_is_imported(tmp_path: Path) -> None:
     (tmp_path / "theirs.model").write_bytes(b"a model")
     config = Config(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "theirs.model"))
     (tmp_path / "new").mkdir()
-    assert write_tokenizer(config, tmp_path / "new") == ["tokenizer.model"]
+    assert write_tokenizer(config, 32, tmp_path / "new") == ["tokenizer.model"]
     named = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(tmp_path / "new/tokenizer.model")}
     assert tokenizer_options(tmp_path / "new") == named
 
@@ -120,7 +120,7 @@ def test_a_written_tokenizer_has_its_end_token(file: bool, tmp_path: Path) -> No
     (theirs / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
     source = theirs / "tokenizer.json" if file else theirs
     config = Config(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(source))
-    written = write_tokenizer(config, new)
+    written = write_tokenizer(config, 32, new)
     assert {"tokenizer.json", "special_tokens_map.json"} <= set(written) == {path.name for path in new.iterdir()}
     assert (new / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
     again = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(new))

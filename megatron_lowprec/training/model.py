@@ -38,6 +38,7 @@ from megatron_lowprec.training.config.resolve import microbatches_of, virtual_st
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.common import rope
 from megatron_lowprec.training.options.recipe_options import RecipeOptions
+from megatron_lowprec.training.options.training_options import ParallelOptions
 from megatron_lowprec.training.schedule import Schedule
 
 Runtime = RecipeRuntime | TERuntime
@@ -92,7 +93,7 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
         if torch.cuda.is_available() and accumulates:
             model.runtime.notes += accumulate_vocabulary_gradients(model.chunks)
     loss_tokens = weigh_aux_losses(model.chunks) if config.calculate_per_token_loss else None
-    chunks = _data_parallel(config, transformer, list(model.chunks))
+    chunks = _data_parallel(config, bool(config.fp8_param_gather), transformer, list(model.chunks))
     optimizer, factor = build_optimizer(
         chunks,
         recipe,
@@ -216,7 +217,7 @@ def transformer_config(config: Config, te: TEConfig | None = None) -> Transforme
 
 def _gpt_chunks(config: Config, transformer: TransformerConfig, padded_vocab_size: int) -> list[torch.nn.Module]:
     """The chunks of this pipeline stage on this rank's device; one without interleaving."""
-    virtual = virtual_stages(config)
+    virtual = transformer.virtual_pipeline_model_parallel_size
     chunks: list[torch.nn.Module] = []
     for stage in range(virtual or 1):
         vp_stage = stage if virtual is not None else None
@@ -246,23 +247,23 @@ def _gpt_chunks(config: Config, transformer: TransformerConfig, padded_vocab_siz
 
 
 def _data_parallel(
-    config: Config, transformer: TransformerConfig, bare: list[torch.nn.Module]
+    config: ParallelOptions, fp8_param_gather: bool, transformer: TransformerConfig, bare: list[torch.nn.Module]
 ) -> list[DistributedDataParallel]:
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.bf16 and not config.grad_reduce_in_bf16,
+        grad_reduce_in_fp32=transformer.bf16 and not config.grad_reduce_in_bf16,
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
         # The interleaved schedule starts gathers on all stages at once; else a bucket starts the next.
-        align_param_gather=config.overlap_param_gather and virtual_stages(config) is not None,
+        align_param_gather=config.overlap_param_gather and transformer.virtual_pipeline_model_parallel_size is not None,
         use_distributed_optimizer=config.use_distributed_optimizer,
-        fp8_param_gather=bool(config.fp8_param_gather),
+        fp8_param_gather=fp8_param_gather,
         bucket_size=max(40_000_000, 1_000_000 * mpu.get_data_parallel_world_size())
         if config.overlap_grad_reduce
         else None,
     )
     # Only the first chunk's gradients are complete as late as the end of backward; other buckets would fill too late.
     chunks = [DistributedDataParallel(transformer, ddp, c, disable_bucketing=i > 0) for i, c in enumerate(bare)]
-    if not config.fp8_param_gather:  # collectives reject FP8 weights, and one seed gives all ranks the same model
+    if not fp8_param_gather:  # collectives reject FP8 weights, and one seed gives all ranks the same model
         for chunk in chunks:
             chunk.broadcast_params()
     if config.overlap_grad_reduce:

@@ -80,13 +80,14 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     config = resolve_model(config)
     config, recipe, more = _recipe(config, given)
     notes = notes + more
-    check_sizes(recipe, linear_sites(config), config.shape.num_layers, tensor_ranks(config))
-    check_activations(recipe, linear_sites(config), tensor_ranks(config))
+    sites, layers, sharing = linear_sites(config), config.shape.num_layers, tensor_ranks(config)
+    check_sizes(recipe, sites, layers, sharing)
+    check_activations(recipe, sites, sharing)
     check_phase_iters(config, recipe)
-    check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), config.shape.num_layers)
+    check_gemm_globs(recipe, config.rerun_in_bf16, sites, layers)
     check_capture(config)
-    check_counterfactuals(config)
-    if keeps_all(recipe, linear_sites(config), config.shape.num_layers):
+    check_counterfactuals(config, sites, layers, sharing)
+    if keeps_all(recipe, sites, layers):
         notes.append(f"recipe {recipe.name} quantizes nothing in this model: its rules leave all layers out")
     if (config.fp8_param_gather or recipe.fp8_weights) and config.transformer_impl == "local":
         check_primary_weights(recipe)

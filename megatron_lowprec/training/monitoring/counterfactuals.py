@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.coverage import check_sizes
+from megatron_lowprec.recipe.coverage import LinearSite, TensorRanks, check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.recipe import Recipe
-from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.sizes import linear_sites, tensor_ranks
 from megatron_lowprec.training.options.output_options import LoggingOptions
 
 
@@ -23,8 +22,10 @@ def _recipes(values: tuple[str, ...]) -> tuple[Recipe, ...]:
     return tuple(load_recipe(name) for value in values for name in value.split(","))
 
 
-def check_counterfactuals(config: Config) -> None:
-    """Reject recipes that cannot be applied to this model's operands.
+def check_counterfactuals(
+    config: LoggingOptions, sites: Sequence[LinearSite], num_layers: int, tensor_ranks: TensorRanks
+) -> None:
+    """Reject recipes that cannot be applied to a model's operands; arguments as of ``check_sizes``.
 
     Raises:
         UserError: a recipe twice, of delayed scaling, without quantization, or with blocks that do not divide a layer.
@@ -41,5 +42,5 @@ def check_counterfactuals(config: Config) -> None:
             )
         if not recipe.quantized:
             raise UserError(f"{what} quantizes nothing; leave it out")
-        check_sizes(recipe, linear_sites(config), config.shape.num_layers, tensor_ranks(config))
+        check_sizes(recipe, sites, num_layers, tensor_ranks)
         names.add(recipe.name)

@@ -18,6 +18,7 @@ from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import keep_older_run, run_paths
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
+from megatron_lowprec.training.models.sizes import linear_sites
 from megatron_lowprec.training.monitoring.counterfactuals import check_counterfactuals
 from megatron_lowprec.training.monitoring.quantization_log import (
     quantization_lines,
@@ -195,4 +196,4 @@ def test_invalid_options_are_refused(monkeypatch: pytest.MonkeyPatch, changes: d
 def test_other_recipes_that_are_refused(also: Any, said: str) -> None:
     config = resolve_model(parse(argv(log_quantization_interval=5, log_quantization_also=also, hidden_size=96))[0])
     with pytest.raises(UserError, match=said):
-        check_counterfactuals(config)
+        check_counterfactuals(config, linear_sites(config), 2, 1)

@@ -1,25 +1,29 @@
 #!/bin/bash
-# Runs the measurements of docs/results on the GPUs of this machine, one after the other:
+# Runs the measurements of docs/results on the GPUs of this machine, one after the other, or groups of them side by side,
+# each on a GPU of its own with the files in OUT/GPU:
 #
 #   scripts/measure.sh [--dry-run] OUT PART...
+#   scripts/measure.sh [--dry-run] OUT PART... -- PART... -- PART...
 #
 #   tests      the tests that need a GPU: kernels against their reference, the memory plan, TransformerEngine
-#   step       a step of 345M and 1.3B under the FP8 recipes, and with TransformerEngine if it is installed
-#   graphs     a step of 345M with and without CUDA graphs, at batch 16 and 2
-#   linear     a linear layer under each recipe and with TransformerEngine and torchao, and the quantizers
+#   step       a step of 1.3B and 345M under the FP8 and MX recipes, and with TransformerEngine if it is installed
+#   graphs     a step with and without CUDA graphs: 1.3B under FP8-LM, 345M at batch 2
+#   muon       a step of 345M under Muon and AdamW
+#   options    a step of 1.3B with and without --fp8-accumulate-wgrad, and one of latent attention
+#   linear     linear layers under the FP8 recipes and with TransformerEngine and torchao, and SwiGLU in casts
 #   fourbit    steps, linear layers and quantizers of NVFP4, its rivals and MXFP4
 #   rehearsal  the sources of Blackwell's products on this GPU: kernels, and the layers of 345M and 1.3B, with a table
 #   experts    the experts of a 16B layer, grouped and one after the other, with torch and TransformerEngine
-#   convert    a step of Hugging Face models under convert, with torchao
+#   convert    a step of Hugging Face models under convert, with torchao, of experts, and over frozen weights
 #   memory     peak memory with and without --recompute-gelu and --fp8-param-gather
-#   peaks      peak memory and steps of 1.3B, 6.7B and 8B by default, at 1 and 16 microbatches, and without its savings
+#   peaks      peak memory and steps of 1.3B, and of 6.7B on two GPUs, at 16 and 1 microbatches, and without savings
 #   activations  peak memory of a 1.3B dense model and a 2B mixture of experts, each saving of deepseek_v3 on and off
 #   configs    100 steps of the configs gpt_345m and gpt_1.3b, at a small batch
 #   large      10 steps of gpt_6.7b, tensor-parallel on all GPUs
-#   scaling    weak scaling from one GPU to all
-#   llama      8B without tensor parallelism on all GPUs, 16 accumulations, in this driver and in stock Megatron-LM with
-#              TransformerEngine, and where the milliseconds of a step go
-#   weak       weak scaling of 1.3B and 8B, without tensor parallelism
+#   scaling    weak scaling from one GPU to two, four and all
+#   llama      8B without tensor parallelism on all GPUs, 16 accumulations: steps and peaks in this driver, where the
+#              milliseconds of a step go, and steps in CLIENT with TransformerEngine
+#   gathers    a step with and without FP8 gathers and FP8 dispatch, over all GPUs
 #   snapshot   a step with a snapshot of quantization errors
 #   layouts    every recipe on every parallel layout that fits the GPUs, against one process
 #   schedule   which schedule of gpt_25m has the least spread over seeds
@@ -29,17 +33,18 @@
 #   variants   Hadamard blocks, MXFP8's rounding and the FP8 forward pass at 8M
 #   operands   MXFP8 in one pass, or in one operand of the forward pass, at 3M over four epochs
 #   medium     five recipes at 125M
-#   lm         fp8_lm and fp8_delayed: step, update and memory, 345M on one GPU and on all, and a short run
+#   lm         FP8-LM's gradients beside fp32's: a step of 1.3B and 345M on all GPUs, and the exchange by itself
 #   clients    five steps of 345M in Megatron-LM with TransformerEngine, by quantizer factories and by its own flags
 #   megatron   a step of 345M and 1.3B in Megatron-LM, stock, under --spec and with TransformerEngine, and in this driver
 #   interrupt  a run on two GPUs, stopped by SIGTERM and resumed, against an undisturbed one
 #
 # Environment: DATA is the corpus of configs, large and of the studies from schedule to medium; GPUS is the number of GPUs
 # (default: all), JOBS the jobs of a study that share one (default: 3), SWEEP further flags of scripts/sweep.py in a study,
-# such as "--seeds 1238-1241 --only *mxfp8*" to leave out what has run; CLIENT a checkout of Megatron-LM core_v0.16.1 for
-# clients (default: Megatron-LM); of megatron, CLIENTS its folders or tarballs (default: CLIENT), CORES folders with
+# such as "--seeds 1238-1241 --only *mxfp8*" to leave out what has run; WORKERS those of tests (default: one a core);
+# CLIENT a checkout of Megatron-LM core_v0.16.1 for clients (default: Megatron-LM) and llama; of megatron, CLIENTS its folders or tarballs (default: CLIENT), CORES folders with
 # megatron-core for those of another release than the installed one, TE a folder with TransformerEngine.
-# Each part writes OUT/PART.log and its JSON, and OUT/PART.done after success. A part with that file is not repeated.
+# Each part writes OUT/PART.log and its JSON, and OUT/PART.done after success. A part with that file is not repeated,
+# nor is a step of it: the same call continues one that was stopped.
 # --dry-run only prints the commands.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -63,67 +68,98 @@ run() {
     "$@"
 }
 
+# once NAME COMMAND...: unless it has succeeded before.
+once() {
+    local mark=$out/$1.done
+    shift
+    [ -e "$mark" ] && return
+    run "$@" && { [ -n "$dry" ] || { mkdir -p "$(dirname "$mark")" && touch "$mark"; }; }
+}
+
+# bench NAME ARGUMENTS...: a measurement of tools.bench.
+bench() { once "$1" python -m tools.bench "${@:2}" --out "$out/$1.json"; }
+
 # train NAME PROCESSES FLAGS...: a run that writes metrics and memory use, but no checkpoint.
 train() {
-    local name=$1 processes=$2
-    shift 2
-    run torchrun --standalone --nproc-per-node "$processes" pretrain_gpt.py --no-save --save "$out/$name" \
-        --data-path "$data" --split 98,1,1 --eval-iters 0 --log-interval 10 "$@"
+    once "$1" torchrun --standalone --nproc-per-node "$2" pretrain_gpt.py --no-save --save "$out/$1" \
+        --data-path "$data" --split 98,1,1 --eval-iters 0 --log-interval 1 "${@:3}"
 }
 
 # mock NAME PROCESSES FLAGS...: a run on mock data that writes metrics and memory use, but no checkpoint.
 mock() {
-    local name=$1 processes=$2
-    shift 2
-    run torchrun --standalone --nproc-per-node "$processes" pretrain_gpt.py --no-save --save "$out/$name" \
-        --mock-data --eval-iters 0 --log-interval 1 "$@"
+    once "$1" torchrun --standalone --nproc-per-node "$2" pretrain_gpt.py --no-save --save "$out/$1" \
+        --mock-data --eval-iters 0 --log-interval 1 "${@:3}"
 }
 
-tests() { run python -m pytest -q -m gpu -rs tests; }
+tests() { run python -m pytest -m gpu -n "${WORKERS:-auto}" -v -rs tests; }
 
 step() {
-    run python -m tools.bench step --shapes 345m,1.3b --recipes fp8_delayed,fp8_current,fp8_blockwise --peers te \
-        --rounds 2 --out "$out/step.json"
+    local model failed=0
+    for model in 1.3b 345m; do
+        bench step-$model step --shapes $model --peers te \
+            --recipes fp8_delayed,fp8_current,fp8_blockwise,mxfp8,mxfp4_rht_sr,fp8_lm_o2 || failed=1
+    done
+    return $failed
 }
 
 graphs() {
-    local batch failed=0
-    for batch in 16 2; do
-        run python -m tools.bench step --shapes 345m --recipes fp8_delayed,fp8_current,fp8_blockwise,mxfp4_rht_sr \
-            --micro-batch "$batch" --cuda-graphs --rounds 2 --out "$out/graphs-$batch.json" || failed=1
+    local failed=0
+    bench graphs-lm step --shapes 1.3b --recipes fp8_lm_o2,fp8_lm_o3 --cuda-graphs || failed=1
+    bench graphs-2 step --shapes 345m --recipes fp8_delayed,fp8_current,fp8_blockwise,mxfp4_rht_sr \
+        --micro-batch 2 --cuda-graphs || failed=1
+    return $failed
+}
+
+muon() { bench muon step --shapes 345m --recipes fp8_current,mxfp4_rht_sr --optimizers muon; }
+
+options() {
+    local recipe failed=0
+    for recipe in fp8_delayed "fp8_delayed --fp8-accumulate-wgrad" fp8_current "fp8_current --fp8-accumulate-wgrad"; do
+        # shellcheck disable=SC2086 # a recipe, and flags after it
+        mock "options/${recipe// --/-}" 1 --config configs/models/gpt_1.3b.yaml --micro-batch-size 8 \
+            --global-batch-size 32 --train-iters 12 --recipe $recipe || failed=1
     done
+    mock options/latent 1 --config configs/models/deepseek_tiny.yaml --recipe fp8_current --train-iters 12 || failed=1
     return $failed
 }
 
 linear() {
-    run python -m tools.bench linear --recipes fp8_delayed,fp8_current,fp8_rowwise,fp8_blockwise,mxfp4_rht_sr \
-        --peers te,torchao --out "$out/linear.json" &&
-        run python -m tools.bench quantize --out "$out/quantize.json"
-}
-
-fourbit() {
-    local recipes=nvfp4,nvfp4_all,quartet2,mxfp4_rht_sr failed=0
-    run python -m tools.bench linear --shapes 345m,1.3b --recipes $recipes --out "$out/fourbit-linear.json" || failed=1
-    run python -m tools.bench quantize --shapes 1.3b --formats e2m1,nvfp4 --out "$out/fourbit-quantize.json" || failed=1
-    run python -m tools.bench step --shapes 345m,1.3b --recipes $recipes --rounds 2 --out "$out/fourbit-step.json" ||
-        failed=1
+    local failed=0
+    bench linear linear --shapes 345m,1.3b,6.7b --linears fc1,proj --peers te,torchao --rounds 2 \
+        --recipes fp8_delayed,fp8_current,fp8_rowwise,fp8_blockwise || failed=1
+    bench ops ops --shapes 8b --ops swiglu,cast || failed=1
     return $failed
 }
 
-rehearsal() {
-    run python -m tools.check_native --rehearse --no-steps --out "$out/rehearsal" &&
-        run python -m pytest -q -m gpu tests/kernels/test_mx_gemm.py tests/linear/test_blackwell_mx.py
+fourbit() {
+    local model recipes=nvfp4,nvfp4_all,quartet2,mxfp4_rht_sr failed=0
+    for model in 1.3b 345m; do
+        bench fourbit-$model step --shapes $model --recipes $recipes || failed=1
+    done
+    bench fourbit-linear linear --shapes 345m,1.3b,6.7b --linears proj,fc1 --recipes $recipes || failed=1
+    bench fourbit-quantize quantize --shapes 1.3b --formats e2m1,nvfp4 || failed=1
+    return $failed
 }
+
+rehearsal() { run python -m tools.check_native --rehearse --no-steps --out "$out/rehearsal"; }
 
 experts() {
-    local tokens
+    local tokens failed=0
     for tokens in 8192 32768; do
-        run python -m tools.bench experts --tokens "$tokens" --peers te --out "$out/experts-$tokens.json" || return
+        bench "experts-$tokens" experts --tokens "$tokens" --peers te || failed=1
     done
+    return $failed
 }
 
+# All variants of a call are in memory at once: 7 GB each of llama_8b and qwen3_moe, 4 of the others.
 convert() {
-    run python -m tools.bench hugging_face --peers torchao --out "$out/convert.json"
+    local failed=0
+    bench convert-8b hugging_face --shapes llama_8b --recipes fp8_current --peers torchao --inductor-launches || failed=1
+    bench convert-experts hugging_face --shapes qwen3_moe --recipes fp8_current,mxfp4_rht_sr || failed=1
+    bench convert hugging_face --shapes llama,gpt2 --recipes fp8_current,fp8_delayed,fp8_blockwise,mxfp4_rht_sr \
+        --peers torchao --inductor-launches || failed=1
+    bench frozen frozen || failed=1
+    return $failed
 }
 
 memory() {
@@ -140,45 +176,47 @@ memory() {
     return $failed
 }
 
+plain="--no-fp8-param-gather --no-save-memory" # without the savings that are on by default
+
 peaks() {
-    local model count recipe flags batch failed=0
+    local model count recipe batch failed=0
     local -A models=(
         [1.3b]="1 --config configs/models/gpt_1.3b.yaml --micro-batch-size 8"
         [6.7b]="2 --config configs/models/gpt_6.7b.yaml --micro-batch-size 1 --tensor-model-parallel-size 2"
-        [8b]="$gpus --config configs/models/llama3_8b.yaml --micro-batch-size 1 --tensor-model-parallel-size 1"
     )
-    local -A samples=([1.3b]=8 [6.7b]=1 [8b]=$gpus) # of a microbatch on all ranks
-    for model in 1.3b 6.7b 8b; do
-        for count in 1 16; do
+    local -A samples=([1.3b]=8 [6.7b]=1) # of a microbatch
+    for count in 16 1; do
+        for model in 1.3b 6.7b; do
+            ((${models[$model]%% *} <= gpus)) || continue
             batch=$((samples[$model] * count))
-            for recipe in bf16 fp8_delayed fp8_current fp8_blockwise fp8_rowwise mxfp8 mxfp4_rht_sr; do
-                for flags in "" "--no-fp8-param-gather --no-save-memory"; do
-                    if [ -n "$flags" ] && [[ ! $recipe =~ ^(fp8_current|mxfp8)$ ]]; then continue; fi
-                    # shellcheck disable=SC2086 # several words each
-                    mock "peaks/$model-$count-$recipe${flags:+-plain}" ${models[$model]} --recipe "$recipe" $flags \
-                        --global-batch-size "$batch" --train-iters 5 || failed=1
-                done
+            for recipe in bf16 fp8_current "fp8_current $plain" mxfp8 "mxfp8 $plain" \
+                fp8_delayed fp8_blockwise fp8_rowwise mxfp4_rht_sr; do
+                # shellcheck disable=SC2086 # several words each
+                mock "peaks/$model-$count-${recipe/ $plain/-plain}" ${models[$model]} --recipe $recipe \
+                    --global-batch-size "$batch" --train-iters 5 || failed=1
             done
         done
     done
     return $failed
 }
 
+gated="--config configs/models/gpt_1.3b.yaml --swiglu --disable-bias-linear --normalization RMSNorm --hidden-dropout 0
+    --attention-dropout 0"
+declare -A models_of_savings=(
+    [dense]="--ffn-hidden-size 5504"
+    [experts]="--num-layers 12 --num-attention-heads 16 --num-experts 16 --moe-router-topk 2
+        --moe-ffn-hidden-size 1408 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+)
+
 activations() {
     local model recipe failed=0 saved="--recipe-override activations"
-    local common="--config configs/models/gpt_1.3b.yaml --swiglu --disable-bias-linear --normalization RMSNorm
-        --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 4 --global-batch-size 4 --train-iters 5
-        --cuda-graph-impl none" # CUDA graphs hold memory, and not every variant can be captured
-    local -A models=(
-        [dense]="--ffn-hidden-size 5504"
-        [experts]="--num-layers 12 --num-attention-heads 16 --num-experts 16 --moe-router-topk 2
-            --moe-ffn-hidden-size 1408 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
-    )
+    # CUDA graphs hold memory, and not every variant can be captured
+    local common="$gated --micro-batch-size 4 --global-batch-size 4 --train-iters 12 --cuda-graph-impl none"
     for model in dense experts; do
         for recipe in bf16 fp8_blockwise "fp8_blockwise $saved.attention_output=e5m6" \
             "fp8_blockwise $saved.swiglu_input=e4m3" "fp8_blockwise --fp8-param-gather" deepseek_v3; do
             # shellcheck disable=SC2086 # several words each
-            train "activations/$model-$(tr -cs 'a-z0-9\n' - <<<"$recipe")" 1 $common ${models[$model]} \
+            train "activations/$model-$(tr -cs 'a-z0-9\n' - <<<"$recipe")" 1 $common ${models_of_savings[$model]} \
                 --recipe $recipe || failed=1
         done
     done
@@ -200,56 +238,68 @@ large() {
     local recipe failed=0
     for recipe in bf16 fp8_delayed mxfp4_rht_sr; do
         train "large/6.7b-$recipe" "$gpus" --config configs/models/gpt_6.7b.yaml --recipe "$recipe" \
-            --tensor-model-parallel-size "$gpus" --train-iters 10 --global-batch-size 16 --log-interval 1 || failed=1
+            --tensor-model-parallel-size "$gpus" --train-iters 10 --global-batch-size 16 || failed=1
     done
     return $failed
 }
 
 scaling() {
-    run python -m tools.bench scaling --gpus "1,$gpus" --shapes 345m,1.3b --recipes bf16,fp8_delayed --out "$out/scaling.json"
+    local count counts=1
+    for count in 2 4 8; do ((count > gpus)) || counts+=,$count; done
+    bench scaling scaling --gpus "$counts" --shapes 345m,1.3b --recipes bf16,fp8_delayed
 }
 
 llama() {
     local recipe flags failed=0
-    for recipe in bf16 fp8_current fp8_delayed "fp8_current --fp8-accumulate-wgrad" "fp8_delayed --fp8-accumulate-wgrad"; do
+    for recipe in bf16 fp8_current fp8_delayed "fp8_current $plain" mxfp8 "fp8_current --fp8-accumulate-wgrad"; do
         # shellcheck disable=SC2086 # a recipe, and flags after it
         mock "llama/${recipe// --/-}" "$gpus" --config configs/models/llama3_8b.yaml --tensor-model-parallel-size 1 \
-            --global-batch-size $((16 * gpus)) --train-iters 8 --recipe $recipe || failed=1
+            --global-batch-size $((16 * gpus)) --train-iters 5 --recipe $recipe || failed=1
     done
+    bench profile profile --shapes 8b --recipes bf16,fp8_current,fp8_delayed --gpus "$gpus" --microbatches 4 || failed=1
+    [ -n "${CLIENT:-}" ] || return $failed
     for flags in "" "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather" \
         "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"; do
         # shellcheck disable=SC2086
         stock_llama $flags || failed=1
     done
-    run python -m tools.bench profile --shapes 8b --recipes bf16,fp8_current,fp8_delayed --gpus "$gpus" \
-        --microbatches 4 --out "$out/profile.json" || failed=1
     return $failed
 }
 
-# stock_llama FLAGS...: eight steps of the same model in the checkout CLIENT; TE is a folder with TransformerEngine.
+# stock_llama FLAGS...: five steps of the same model in the checkout CLIENT; TE is a folder with TransformerEngine.
 stock_llama() {
     local PYTHONPATH=${TE:+$TE:}${PYTHONPATH:-} CUDA_DEVICE_MAX_CONNECTIONS=1
     export PYTHONPATH CUDA_DEVICE_MAX_CONNECTIONS
-    run torchrun --standalone --nproc-per-node "$gpus" "${CLIENT:-Megatron-LM}/pretrain_gpt.py" --num-layers 32 \
+    run torchrun --standalone --nproc-per-node "$gpus" "$CLIENT/pretrain_gpt.py" --num-layers 32 \
         --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention \
         --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope \
         --rotary-base 500000 --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights \
         --disable-bias-linear --hidden-dropout 0.0 --attention-dropout 0.0 --micro-batch-size 1 \
-        --global-batch-size $((16 * gpus)) --train-iters 8 --lr 3e-4 --bf16 --mock-data \
+        --global-batch-size $((16 * gpus)) --train-iters 5 --lr 3e-4 --bf16 --mock-data \
         --tokenizer-type NullTokenizer --vocab-size 128255 --transformer-impl transformer_engine \
         --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --cross-entropy-loss-fusion \
         --no-check-for-nan-in-loss-and-grad --no-gradient-accumulation-fusion --eval-iters 1 \
         --eval-interval 1000 --log-interval 1 --log-throughput "$@"
 }
 
-weak() {
-    run python -m tools.bench scaling --gpus 1,2,4 --shapes 1.3b --recipes bf16,fp8_delayed --out "$out/weak-1.3b.json" &&
-        run python -m tools.bench scaling --gpus 2,4 --shapes 8b --recipes bf16,fp8_delayed --out "$out/weak-8b.json"
+gathers() {
+    local recipe failed=0
+    for recipe in fp8_delayed "fp8_delayed --fp8-sequence-parallel-gather"; do
+        # shellcheck disable=SC2086 # a recipe, and flags after it
+        mock "gathers/${recipe// --/-}" "$gpus" --config configs/models/gpt_1.3b.yaml --micro-batch-size 8 \
+            --tensor-model-parallel-size "$gpus" --sequence-parallel --global-batch-size 8 --train-iters 12 \
+            --recipe $recipe || failed=1
+    done
+    for recipe in bf16 fp8_blockwise "fp8_blockwise --moe-fp8-dispatch"; do
+        # shellcheck disable=SC2086
+        mock "gathers/experts-${recipe// --/-}" "$gpus" $gated ${models_of_savings[experts]} --micro-batch-size 4 \
+            --global-batch-size $((4 * gpus)) --expert-model-parallel-size "$gpus" --train-iters 12 \
+            --recipe $recipe || failed=1
+    done
+    return $failed
 }
 
-snapshot() {
-    run python -m tools.bench step --shapes 345m --recipes fp8_delayed,mxfp4_rht_sr --snapshots --out "$out/snapshot.json"
-}
+snapshot() { bench snapshot step --shapes 345m --recipes fp8_delayed,mxfp4_rht_sr --snapshots --iterations 8; }
 
 layouts() {
     run python -m tools.layout_parity --gpus "$gpus" --launches-at-once $((3 * gpus)) --folder "$out/layouts" \
@@ -288,12 +338,10 @@ operands() { study mxfp8_operands small; }
 medium() { study all_recipes medium; }
 
 lm() {
-    run python -m tools.bench step --shapes 345m,1.3b --recipes fp8_delayed,fp8_lm --rounds 2 --out "$out/lm.json" &&
-        run python -m tools.bench exchange --gpus "$gpus" --shapes 345m,1.3b --out "$out/exchange.json" &&
-        run python -m tools.bench scaling --gpus "1,$gpus" --shapes 345m,1.3b \
-            --recipes bf16,fp8_delayed,fp8_lm,fp8_lm_o2 --out "$out/lm-scaling.json" &&
-        train lm/345m "$gpus" --config configs/models/gpt_345m.yaml --recipe fp8_lm --train-iters 100 \
-            --micro-batch-size 16 --global-batch-size $((16 * gpus))
+    local failed=0
+    bench lm-scaling scaling --gpus "$gpus" --shapes 1.3b,345m --recipes bf16,fp8_delayed,fp8_lm,fp8_lm_o2 || failed=1
+    bench exchange exchange --gpus "$gpus" --shapes 1.3b,345m || failed=1
+    return $failed
 }
 
 # megatron_lm FLAGS...: five steps in the checkout CLIENT.
@@ -356,6 +404,16 @@ interrupt() {
 
 mkdir -p "$out"
 failed=0
+if [[ " $* " == *" -- "* ]]; then
+    gpu=0 group=() pids=()
+    for word in "$@" --; do
+        [ "$word" = -- ] || { group+=("$word") && continue; }
+        CUDA_VISIBLE_DEVICES=$gpu GPUS=1 scripts/measure.sh ${dry:+--dry-run} "$out/$gpu" "${group[@]}" &
+        pids+=($!) group=() gpu=$((gpu + 1))
+    done
+    for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
+    exit $failed
+fi
 for part in "$@"; do
     if [ "$part" = matrix ]; then
         echo "scripts/measure.sh: warning: matrix is now layouts; the next release drops the old name" >&2

@@ -7,9 +7,14 @@ import signal
 import pytest
 import torch
 
+from tests.environment import turned_gpus
+
 WHOLE_RUNS = {"drive", "checkpoints"}
 """Fixtures that train in this process: a second or more, and a process beside it for each checkpoint."""
 
+
+if (gpus := torch.cuda.device_count()) > 1:  # before the first call that starts CUDA
+    os.environ["CUDA_VISIBLE_DEVICES"] = turned_gpus(gpus, os.environ)
 
 if not torch.cuda.is_available():  # as the driver does, before a folder's conftest imports Megatron-core
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.environment import turned_gpus
 from tests.launch import fork_ranks
 
 pytestmark = pytest.mark.slow
@@ -42,3 +43,15 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(FAIL)
     with pytest.raises(AssertionError, match="rank 1 is out of memory"):
         fork_ranks(2, [str(tmp_path / "fail.py")], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "0,1,2"),
+        ({"PYTEST_XDIST_WORKER": "gw4"}, "1,2,0"),
+        ({"PYTEST_XDIST_WORKER": "gw2", "CUDA_VISIBLE_DEVICES": "3,5,7"}, "7,3,5"),
+    ],
+)
+def test_workers_begin_with_different_gpus(environ: dict[str, str], expected: str) -> None:
+    assert turned_gpus(3, environ) == expected

@@ -19,7 +19,8 @@ PAGES = sorted(
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.M | re.S)
 _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _COMMENT = re.compile(r"<!--.*?-->", re.S)
-PROGRAMS = ("python", "megatron-lowprec", "torchrun", "make", "sbatch", "srun", "pip", "lm_eval")
+SCRIPTS = ("scripts/measure.sh", "scripts/study.sh", "scripts/prepare_corpus.sh")
+PROGRAMS = ("python", "megatron-lowprec", "torchrun", "make", "sbatch", "srun", "pip", "lm_eval", *SCRIPTS)
 ERROR = "pretrain_gpt.py: error: "
 ELLIPSES = ("...", "…")
 
@@ -92,10 +93,7 @@ def commands_of(fence: Fence) -> list[Command]:
 def commands(page: Path) -> list[Command]:
     """Commands of fenced blocks and of code spans."""
     found = [command for fence in fences(page) for command in commands_of(fence)]
-    for span in spans(page):
-        if span.split()[0] in PROGRAMS and len(span.split()) > 1:
-            found += [Command(page, words, False) for words in _commands_in(span)]
-    return found
+    return found + [Command(page, words, False) for span in spans(page) for words in _commands_in(span)]
 
 
 def refusals(page: Path) -> list[tuple[Command, str]]:
@@ -126,7 +124,7 @@ def _commands_in(line: str) -> Iterator[tuple[str, ...]]:
     except ValueError:  # a quote that does not end: no shell's line
         return
     for words in parts:
-        while words and re.fullmatch(r"\w+=\S*", words[0]):
+        while words and re.fullmatch(r"\w+=\S*|timeout|\d+", words[0]):
             words = words[1:]
         if words and words[0] in PROGRAMS and len(words) > 1:
             yield words

@@ -41,6 +41,7 @@ from tests.docs.markdown import (
     spans,
 )
 from tests.tools.test_packaging import declared
+from tools.bench import __main__ as bench
 
 # Those that a page shows an error of are run in test_commands_run.py.
 _REFUSED = {command for page in PAGES for command, _ in refusals(page)}
@@ -141,6 +142,48 @@ def check_pip(words: Sequence[str], line: str) -> None:
             raise AssertionError(f"{line}: no test knows where {word} comes from")
 
 
+def check_pytest(words: Sequence[str]) -> None:
+    """Folders and files with tests, of the mark that is asked for."""
+    marks, paths = pytest_words(words)
+    for path in paths:
+        name, _, test = path.partition("::")
+        files = [ROOT / name] if name.endswith(".py") else sorted((ROOT / name).rglob("test_*.py"))
+        texts = [file.read_text(encoding="utf-8") for file in files]
+        assert texts, f"{name} has no tests"
+        assert not test or f"def {test.split('::')[-1].partition('[')[0]}(" in texts[0], f"{name} has no {test}"
+        assert all(any(re.search(rf"\b{mark}\b", text) for text in texts) for mark in marks), f"{name}: none of {marks}"
+
+
+def pytest_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Marks, which pyproject.toml declares, and paths."""
+    parser = argparse.ArgumentParser(prog="pytest")
+    parser.add_argument("-m", dest="marks", default="")
+    parser.add_argument("-n", dest="workers")
+    parser.add_argument("-q", "-v", "--collect-only", action="store_true")
+    parser.add_argument("-r", "-rs", dest="report", action="store_true")
+    parser.add_argument("paths", nargs="*")
+    given = parser.parse_args(list(words))
+    declared_marks = re.findall(r'^    "(\w+): ', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+    marks = re.findall(r"\w+", given.marks)
+    assert set(marks) <= {*declared_marks, "not", "and", "or"}, f"-m {given.marks}: pyproject.toml has {declared_marks}"
+    return [mark for mark in marks if mark in declared_marks and "not" not in marks], given.paths
+
+
+def check_measure(words: Sequence[str]) -> None:
+    """Names of parts, from the script's own comment."""
+    text = (ROOT / "scripts/measure.sh").read_text(encoding="utf-8")
+    parts = re.findall(r"^#   ([a-z]+)  ", text, re.M)
+    unknown = [word for word in plain(words[1:]) if word not in parts and word not in ("PART...", "--")]
+    assert not unknown, f"scripts/measure.sh has no {unknown}, but {parts}"
+
+
+def check_study(words: Sequence[str]) -> None:
+    """An action, and lanes that exist; a word in capitals is the reader's."""
+    assert words[0] in ("start", "wait", "pack"), words
+    for lane in words[3:] if words[0] == "start" else ():
+        assert _PLACEHOLDER.fullmatch(lane.removeprefix("scripts/studies/")) or (ROOT / lane).is_file(), f"no {lane}"
+
+
 def check_lm_eval(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="lm_eval")
     for name in ("--model", "--model_args", "--include_path", "--tasks"):
@@ -180,8 +223,10 @@ def check_python(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
             return check_command(rest, monkeypatch)
         if program == "megatron_lowprec.conformance":
             return check_command(["conformance", *rest], monkeypatch)
-        if program in ("pytest", "pip"):
-            return check_pip(rest, " ".join(words)) if program == "pip" else None
+        if program == "pip":
+            return check_pip(rest, " ".join(words))
+        if program == "pytest":
+            return check_pytest(rest)
         assert program.startswith(("tools.", "tests.")), f"python -m {program}: no test knows it"
         spec = importlib.util.find_spec(program)
         assert spec is not None, f"there is no {program}"
@@ -191,7 +236,9 @@ def check_python(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
         alternatives = rest[0].split("|") if rest and "|" in rest[0] else [None]
         for word in alternatives:
             given = rest if word is None else [word, *rest[1:]]
-            parse_of_tool(module, given, monkeypatch)
+            found = parse_of_tool(module, given, monkeypatch)
+            if program == "tools.bench":
+                bench.check(found)
         return None
     script, rest = words[0], words[1:]
     if script == "pretrain_gpt.py":
@@ -245,6 +292,12 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         check_pip(words, str(command))
     elif program == "lm_eval":
         check_lm_eval(words)
+    elif program == "scripts/measure.sh":
+        check_measure(words)
+    elif program == "scripts/study.sh":
+        check_study(words)
+    elif program == "scripts/prepare_corpus.sh":
+        assert len(words) in (2, 3), words
     else:
         rest = check_slurm(words)
         if rest and rest[0] == "torchrun":
@@ -331,6 +384,15 @@ def test_flags_in_the_text_exist(page: Path) -> None:
         "python tools/none.py",
         "python tools/evaluate.py --load runs/x --part all",
         "python -m tools.bench nothing",
+        "python -m tools.bench step --shapes 345m,none",
+        "python -m tools.bench step --recipes mxfp9",
+        "python -m pytest -m gpus tests",
+        "python -m pytest tests/none",
+        "python -m pytest -m gpu tests/docs/test_words.py",
+        "python -m pytest tests/docs/test_words.py::test_none",
+        "MODEL=x timeout 10 scripts/measure.sh OUT step -- none",
+        "scripts/study.sh start OUT 10 scripts/studies/none",
+        "scripts/study.sh stop OUT",
         "torchrun --no-such-flag 2 pretrain_gpt.py",
         "torchrun --nproc-per-node 2 pretrain_gpt.py --recipe mxfp9",
         "make nothing",

@@ -17,15 +17,14 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/measure.sh"
 PARTS = (
     "tests",
-    "step",
-    "graphs",
+    *("step", "graphs", "muon", "options"),
     *("linear", "fourbit", "rehearsal"),
     *("experts", "convert"),
     *("memory", "peaks", "activations"),
     "configs",
     "large",
     "scaling",
-    *("llama", "weak", "snapshot"),
+    *("llama", "gathers", "snapshot"),
     "layouts",
     *("schedule", "recipes", "ladder", "rates", "variants", "operands", "medium"),
     "lm",
@@ -89,8 +88,39 @@ def test_a_part_that_is_done_is_not_repeated_and_one_that_failed_is(tmp_path: Pa
     (programs / "python").chmod(0o755)
     environment = {"PATH": f"{programs}:{os.environ['PATH']}", "GPUS": "1"}
     for _ in range(2):
-        assert measure(str(out), "step", "scaling", **environment).returncode == 1
+        assert measure(str(out), "muon", "scaling", **environment).returncode == 1
     calls = (tmp_path / "calls").read_text()
     assert (calls.count("tools.bench step"), calls.count("tools.bench scaling")) == (1, 2)
-    assert (out / "step.done").exists()
+    assert (out / "muon.done").exists()
     assert not (out / "scaling.done").exists()
+
+
+@pytest.mark.slow
+def test_a_part_that_was_stopped_repeats_no_step_that_is_done(tmp_path: Path) -> None:
+    programs, out = tmp_path / "bin", tmp_path / "out"
+    programs.mkdir()
+    (programs / "python").write_text(
+        f'#!/bin/bash\necho "$*" >> {tmp_path}/calls\n[[ $* != *345m* || -e {tmp_path}/on ]]\n'
+    )
+    (programs / "python").chmod(0o755)
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "GPUS": "1"}
+    assert measure(str(out), "step", **environment).returncode == 1
+    (tmp_path / "on").touch()
+    assert measure(str(out), "step", **environment).returncode == 0
+    calls = (tmp_path / "calls").read_text()
+    assert (calls.count("--shapes 1.3b"), calls.count("--shapes 345m")) == (1, 2)
+
+
+@pytest.mark.slow
+def test_groups_run_side_by_side_on_a_gpu_each(tmp_path: Path) -> None:
+    programs, out = tmp_path / "bin", tmp_path / "out"
+    programs.mkdir()
+    (programs / "python").write_text(f'#!/bin/bash\necho "$CUDA_VISIBLE_DEVICES $5 $*" >> {tmp_path}/calls\n')
+    (programs / "python").chmod(0o755)
+    done = measure(str(out), "muon", "snapshot", "--", "fourbit", PATH=f"{programs}:{os.environ['PATH']}", GPUS="2")
+    assert done.returncode == 0, done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert sorted(line.split(" ")[0] for line in calls) == ["0", "0", "1", "1", "1", "1"]
+    assert {path.name for path in out.iterdir()} == {"0", "1"}
+    assert (out / "0/snapshot.done").exists()
+    assert (out / "1/fourbit.done").exists()

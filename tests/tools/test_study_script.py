@@ -16,9 +16,10 @@ from string import Template
 import pytest
 
 from megatron_lowprec.commands import sweep as cli
-from tests.environment import python_path
+from tests.environment import ROOT, python_path
 
-SCRIPT = Path(__file__).parents[2] / "scripts/study.sh"
+SCRIPT = ROOT / "scripts/study.sh"
+LANES = ROOT / "scripts/studies"
 # Instead of training: a job that notes its sweep's arguments, and a checkpoint, which is not packed.
 PYTHON = """#!/bin/bash
 while [ "$1" != --out ]; do shift; done
@@ -79,19 +80,58 @@ def test_a_large_pack_is_in_parts(tmp_path: Path) -> None:
         assert member.read() == (tmp_path / "out" / "metrics.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("lane", sorted((SCRIPT.parent / "studies").iterdir()), ids=lambda path: path.name)
-def test_sweeps_of_a_study_expand(capsys: pytest.CaptureFixture[str], lane: Path) -> None:
-    """Each line of a shipped lane is a folder and arguments of a sweep, whose jobs are scored or have checkpoints."""
-    values = {"DATA": "both", "WIKIPEDIA": "wikipedia", "SCORES": "--recipe bf16 --wikitext", "SWEEP": "--seeds 1234"}
+def jobs_of(lane: Path, flags: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """Jobs of the lane's sweeps with these flags in SWEEP: name, recipe, model, seed and command of each."""
+    values = {"DATA": "both", "WIKIPEDIA": "wikipedia", "SCORES": "--recipe bf16 --wikitext", "SWEEP": flags}
+    rows = []
     for line in lane.read_text().splitlines():
         if line.startswith("#"):
             continue
         words = [re.sub(r"^\$\{\w+:-(\w+)\}$", r"\1", word) for word in shlex.split(line)]
         given = [values[word[1:]] if word[1:] in values else Template(word).substitute(values) for word in words]
         assert cli.main([*given[1:-1], *given[-1].split(), "--dry-run"]) == 0, given
-        rows = [row.split("\t") for row in capsys.readouterr().out.splitlines()]
-        assert {row[3] for row in rows} == {"1234"}
-        assert all("--no-save" not in row[4] and "train-data-path" in row[4] for row in rows)
+        rows += [row.split("\t") for row in capsys.readouterr().out.splitlines()]
+    return rows
+
+
+@pytest.mark.parametrize("lane", sorted(LANES.iterdir()), ids=lambda path: path.name)
+def test_sweeps_of_a_study_expand(capsys: pytest.CaptureFixture[str], lane: Path) -> None:
+    """Each line of a shipped lane is a folder and arguments of a sweep, whose jobs are scored or have checkpoints."""
+    rows = jobs_of(lane, "--seeds 1234", capsys)
+    assert {row[3] for row in rows} == {"1234"}
+    assert all("--no-save" not in row[4] and "train-data-path" in row[4] for row in rows)
+
+
+def cells_of_the_page() -> list[tuple[str, str, str]]:
+    """Names of lanes, what they run, and the flags of sessions on some number of GPUs."""
+    text = (ROOT / "docs/results/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*) \|$", text[text.index("### Studies") :], re.M)
+    return [(lanes, runs, cell) for lanes, runs, *cells in (row.split(" | ") for row in rows) for cell in cells]
+
+
+@pytest.mark.parametrize(("lanes", "runs", "cell"), cells_of_the_page())
+def test_sessions_of_the_page_select_runs(capsys: pytest.CaptureFixture[str], lanes: str, runs: str, cell: str) -> None:
+    """Each has some, and all sessions of a cell that names them together have the runs of its row."""
+    option, sessions = "", []
+    names = re.findall(r"`(\w+)`", lanes)
+    for span in re.findall("`([^`]+)`", cell):
+        if span in names:  # of which the cell says more in words
+            continue
+        option = span.partition(" ")[0] if span.startswith("--") else option
+        sessions.append(span if span.startswith("--") else f"{option} {span}")
+    for lane in names:
+        assert (LANES / lane).is_file()
+        found = [{row[0] for row in jobs_of(LANES / lane, flags, capsys)} for flags in sessions]
+        assert all(found), (lane, sessions)
+        total = re.search(r"(\d+) runs", runs)
+        if total and found and not re.search("the same|each|so on", cell):
+            assert len(set().union(*found)) == int(total[1])
+
+
+def test_sessions_of_the_page_are_found() -> None:
+    assert {lane for lanes, _, _ in cells_of_the_page() for lane in re.findall(r"`(\w+)`", lanes)} == {
+        path.name for path in LANES.iterdir()
+    }
 
 
 @pytest.mark.parametrize("altered", [None, "docs-train-00.jsonl.xz", "both_text_document.bin"])

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
-    """The content of a UTF-8 file of at most ``largest`` bytes.
+    """The content of a UTF-8 file of at most ``largest`` bytes, without a byte order mark.
 
     Raises:
         FileNotFoundError: no such file.
@@ -43,7 +43,7 @@ def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
         raise ValueError(error.strerror or str(error)) from None
     if len(content) > largest:
         raise ValueError(f"more than {largest:,} bytes")
-    return content.decode("utf-8")
+    return content.decode("utf-8-sig")
 
 
 def check_text(value: Any) -> None:

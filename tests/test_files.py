@@ -125,6 +125,11 @@ def test_a_json_file_that_is_no_object_is_one_line(tmp_path: Path, content: byte
     assert str(error.value).isprintable()
 
 
+def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+    (tmp_path / "f.json").write_text('{"a": 1}', encoding="utf-8-sig")
+    assert read_json(tmp_path / "f.json", "") == {"a": 1}
+
+
 def test_a_text_file_has_a_size_limit(tmp_path: Path) -> None:
     path = tmp_path / "f.json"
     path.write_text('{"a": 1}')

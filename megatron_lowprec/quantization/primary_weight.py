@@ -33,8 +33,11 @@ _NEW = (_ATEN.empty_like.default, _ATEN.zeros_like.default, _ATEN.new_empty.defa
 
 def aliases(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether an op gives its first argument, a weight, as it is."""
-    # autograd expands a gradient's like, FSDP2 a gathered weight, a DTensor views its local tensor
-    return func in _ALIASES or (func in _RESHAPES and tuple(args[1]) == tuple(args[0].shape))
+    if func in _RESHAPES:
+        # autograd expands a gradient's like, FSDP2 a gathered weight, a DTensor views its local tensor
+        weight, *layout = args
+        return all(tuple(given) == own for given, own in zip(layout, (tuple(weight.shape), weight.stride())))
+    return func in _ALIASES
 
 
 class Fp8Weight(torch.Tensor):
@@ -104,7 +107,7 @@ class Fp8Weight(torch.Tensor):
         return Fp8Weight(self.codes, self.decode_scale, self.main_amax, self.spec, self.dtype, self.source)
 
     def write(self, func: Any, args: tuple[Any, ...]) -> Fp8Weight:
-        """An op that writes the weight: ``copy_``; else NotImplementedError."""
+        """Run an op that writes the weight; NotImplementedError for any but ``copy_``."""
         if func is not _ATEN.copy_.default:
             raise NotImplementedError(f"an FP8 primary weight takes values only by copy_, not by {func}")
         return self.take(args[1].value() if isinstance(args[1], Fp8Weight) else args[1])

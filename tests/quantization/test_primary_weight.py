@@ -168,6 +168,12 @@ def test_its_value_is_what_it_took_until_codes_are_set() -> None:
     assert torch.equal(weight.get_high_precision_init_val(), values() * 2)
 
 
+def test_a_view_of_other_strides_is_its_value_s() -> None:
+    weight = Fp8Weight.of(values()[:IN], spec_of())
+    assert isinstance(weight.as_strided((IN, IN), (IN, 1)), Fp8Weight)
+    assert torch.equal(weight.as_strided((IN, IN), (1, IN)), weight.value().t())
+
+
 def test_other_writes_are_refused() -> None:
     weight = Fp8Weight.of(values(), spec_of())
     with pytest.raises(NotImplementedError, match="only by copy_"):

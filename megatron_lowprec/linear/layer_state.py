@@ -40,7 +40,7 @@ class StatefulLayer(nn.Module):
 
     Attributes:
         recipe: the model's recipe, also of a layer that it keeps in the compute dtype.
-        recipe_key: of what the layer runs, for a compiled graph.
+        recipe_key: of the layer's own ``LinearRecipe``, for a compiled graph.
         histories, passes: the state.
         group: the layers whose steps end together; None without state.
         identity: of ``identity_of``, for a compiled graph; None without state.
@@ -76,7 +76,7 @@ class StatefulLayer(nn.Module):
             self.identity = identity_of(self)
 
     def gemms_of(self, recipe: LinearRecipe, linear_id: LinearId, seed: int) -> Any:
-        """The layer's GEMMs under what it runs."""
+        """The layer's GEMMs under its own recipe."""
         return LinearGemms(recipe, linear_id, seed, self.histories.of)
 
     # ---- passes

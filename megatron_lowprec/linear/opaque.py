@@ -22,7 +22,7 @@ from megatron_lowprec.quantization.random_stream import NO_DRAWS
 
 
 class StoredCodes(NamedTuple):
-    """What the operator knows of a weight of codes beside its tensors: the arguments of ``FrozenWeight``."""
+    """Arguments of ``FrozenWeight`` besides its tensors."""
 
     specs: StoredSpecs
     shape_OI: tuple[int, ...]  # noqa: N815 - a shape suffix

@@ -73,7 +73,7 @@ class _Loader(_Strict, FastLoader):
 
 
 class _Explaining(_Strict, yaml.SafeLoader):
-    """Its errors say what was found."""
+    """PyYAML's own reader, whose errors name the token that was found."""
 
 
 def _kind(node: yaml.Node) -> str:

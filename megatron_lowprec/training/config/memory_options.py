@@ -24,7 +24,7 @@ def resolve_memory(config: Config, recipe: Recipe) -> Config:
 
 
 def memory_notes(config: Config, recipe: Recipe, given: Collection[str]) -> list[str]:
-    """Notes about both options where the model's size decides; call it once a checkpoint has, if there is one.
+    """Notes about both options if the model's size decided them; call it after ``stored_weights``.
 
     Args:
         given: names of options that the user set.

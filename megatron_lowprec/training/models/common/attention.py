@@ -125,7 +125,7 @@ def score_channels(config: Config) -> float:
 
 
 def core_attention(config: Config) -> list[SavedTensor]:
-    """What core attention saves beside its inputs and its output; scaled_dot_product_attention saves no scores."""
+    """Tensors that core attention saves besides its inputs and output; scaled_dot_product_attention saves no scores."""
     if config.recompute_granularity == "selective":
         return []
     if config.attention_backend == "local":

@@ -104,7 +104,7 @@ class HuggingFace:
         return {name: value for name, value in self.defaults.items() if value is not None and name not in given}
 
     def _flat(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Aliases and the base of rope have precedence."""
+        """config.json under one name for each key; aliases and the base of rope have precedence."""
         found = {name: value for name, value in hf.items() if name not in self.aliases}
         found |= {self.aliases[name]: value for name, value in hf.items() if name in self.aliases}
         rope = rope_of(hf)

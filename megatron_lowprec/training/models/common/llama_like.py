@@ -11,7 +11,7 @@ from megatron_lowprec.training.models.common.hugging_face import HuggingFace
 from megatron_lowprec.training.models.common.interface import Architecture
 from megatron_lowprec.training.models.common.llama_tensors import known_name, tensor_maps
 
-# What Llama has with experts or with another attention as well.
+# Shared with Llama's relatives that have experts or another attention.
 OPTIONS: dict[str, Any] = {
     "normalization": "RMSNorm",
     "position_embedding_type": "rope",

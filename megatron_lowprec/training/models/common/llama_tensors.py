@@ -26,7 +26,7 @@ def tensor_maps(config: Config) -> Iterator[TensorMap]:
 
 
 def decoder_maps(shape: ModelShape, parts: Callable[[int, str, str], Iterable[TensorMap]]) -> Iterator[TensorMap]:
-    """Embedding, norms, and what ``parts`` has of attention and MLP of a layer, from its number and names."""
+    """Embedding and norms, and attention and MLP of each layer by ``parts``, which takes its number and both names."""
     yield TensorMap("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
     for layer in range(shape.num_layers):
         theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"

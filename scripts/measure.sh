@@ -91,7 +91,7 @@ mock() {
         --mock-data --eval-iters 0 --log-interval 1 "${@:3}"
 }
 
-tests() { run python -m pytest -m gpu -n "${WORKERS:-auto}" -v -rs tests; }
+tests() { run python -m pytest -m gpu -n "${WORKERS:-$(nproc)}" -v -rs tests; }
 
 step() {
     local model failed=0
@@ -186,11 +186,11 @@ peaks() {
     )
     local -A samples=([1.3b]=8 [6.7b]=1) # of a microbatch
     for count in 16 1; do
-        for model in 1.3b 6.7b; do
-            ((${models[$model]%% *} <= gpus)) || continue
-            batch=$((samples[$model] * count))
-            for recipe in bf16 fp8_current "fp8_current $plain" mxfp8 "mxfp8 $plain" \
-                fp8_delayed fp8_blockwise fp8_rowwise mxfp4_rht_sr; do
+        for recipe in bf16 fp8_current "fp8_current $plain" mxfp8 "mxfp8 $plain" \
+            fp8_delayed fp8_blockwise fp8_rowwise mxfp4_rht_sr; do
+            for model in 6.7b 1.3b; do
+                ((${models[$model]%% *} <= gpus)) || continue
+                batch=$((samples[$model] * count))
                 # shellcheck disable=SC2086 # several words each
                 mock "peaks/$model-$count-${recipe/ $plain/-plain}" ${models[$model]} --recipe $recipe \
                     --global-batch-size "$batch" --train-iters 5 || failed=1

@@ -86,10 +86,10 @@ def resolve_recipe(config: Config, recipe: Recipe, given: frozenset[str]) -> tup
         "fp8_param_gather": recipe.fp8_weights,
     }
     on = [name for name, wanted in needed.items() if wanted and not getattr(config, name)]
-    for name in given.intersection(on):
-        raise UserError(
-            f"{_shown(name, False)} was given, but recipe {recipe.name} needs {flag(name)}: leave one of the two out"
-        )
+    for name in on:
+        if name in given:
+            off, needs = _shown(name, False), flag(name)
+            raise UserError(f"{off} was given, but recipe {recipe.name} needs {needs}: leave one of the two out")
     notes = [f"recipe {recipe.name}: {flag(name)} is on, which it needs" for name in on]
     changes: dict[str, Any] = dict.fromkeys(on, True)
     return resolve_memory(replace(config, **changes), recipe), notes

@@ -6,15 +6,18 @@ import argparse
 import dataclasses
 import importlib
 import importlib.util
+import io
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser as torchrun_parser
 
+from megatron_lowprec.commands import sweep
 from megatron_lowprec.commands.main import COMMANDS as COMMANDS_OF_PACKAGE
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import load_recipe
@@ -207,7 +210,16 @@ def check_command(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None
     if name == "recipes":
         return check_driver(["--recipe", *rest, "..."])
     parse_of_tool(f"megatron_lowprec.commands.{COMMANDS_OF_PACKAGE[name].module}", rest, monkeypatch)
-    return None
+    return check_sweep(rest) if name == "sweep" else None
+
+
+def check_sweep(words: Sequence[str]) -> None:
+    """A shipped sweep with these flags has jobs."""
+    if not words[0].startswith("configs/") or {"--status", "--slurm", "--slurm-dry-run"} & {*words}:
+        return
+    with redirect_stdout(io.StringIO()) as printed:
+        code = sweep.main([*words, "--dry-run"])
+    assert (code, bool(printed.getvalue())) == (0, True), f"{' '.join(words)} selects no job"
 
 
 def check_python(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +260,7 @@ def check_python(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ROOT / script).is_file(), f"{script} is not there"
     assert script.startswith(("tools/", "scripts/")), f"python {script}: no test knows it"
     parse_of_tool(script.removesuffix(".py").replace("/", "."), rest, monkeypatch)
-    return None
+    return check_sweep(rest) if script == "scripts/sweep.py" else None
 
 
 def check_megatron_lm(words: Sequence[str]) -> None:
@@ -386,6 +398,8 @@ def test_flags_in_the_text_exist(page: Path) -> None:
         "python -m tools.bench nothing",
         "python -m tools.bench step --shapes 345m,none",
         "python -m tools.bench step --recipes mxfp9",
+        "python scripts/sweep.py configs/sweeps/muon.yaml --set train-data-path=CORPUS --only none",
+        "python scripts/sweep.py configs/sweeps/muon.yaml --set train-data-path=CORPUS --size none",
         "python -m pytest -m gpus tests",
         "python -m pytest tests/none",
         "python -m pytest -m gpu tests/docs/test_words.py",

@@ -35,6 +35,7 @@ from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.te.te_config import TEConfig, te_config
 from megatron_lowprec.training.config.options import OPTIONS, Config
 from megatron_lowprec.training.config.resolve import microbatches_of, virtual_stages
+from megatron_lowprec.training.distributed.rank_sync import lines_of_ranks
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.common import rope
 from megatron_lowprec.training.options.recipe_options import RecipeOptions
@@ -91,7 +92,7 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
         model.runtime.notes += rounded_sum_warnings(recipe.gradients, mpu.get_data_parallel_world_size())
         accumulates = not (config.no_lowprec_linears or config.no_gradient_accumulation_fusion)
         if torch.cuda.is_available() and accumulates:
-            model.runtime.notes += accumulate_vocabulary_gradients(model.chunks)
+            model.runtime.notes += lines_of_ranks(accumulate_vocabulary_gradients(model.chunks))  # of all stages
     loss_tokens = weigh_aux_losses(model.chunks) if config.calculate_per_token_loss else None
     chunks = _data_parallel(config, bool(config.fp8_param_gather), transformer, list(model.chunks))
     optimizer, factor = build_optimizer(

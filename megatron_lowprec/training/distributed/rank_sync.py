@@ -105,6 +105,13 @@ def same_on_all_ranks(what: str, value: str) -> None:
             raise UserError(f"{what} is {values[0]} for rank 0, but {other} for rank {rank}; is the folder shared?")
 
 
+def lines_of_ranks(lines: list[str]) -> list[str]:
+    """Lines of all ranks, each once, in the order of the ranks; all ranks call it."""
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, lines)
+    return list(dict.fromkeys(line for each in everyone for line in each))
+
+
 def on_any_rank(here: bool, device: torch.device) -> bool:
     """Whether a flag is set on any rank; all ranks call it."""
     flag = torch.tensor(int(here), device=device)

@@ -24,9 +24,11 @@ def ask(rank: int, store: str, answers: Any) -> None:
     import torch.distributed as dist
 
     from megatron_lowprec.training.distributed.interrupt import Signals, StopReasons
+    from megatron_lowprec.training.distributed.rank_sync import lines_of_ranks
     from megatron_lowprec.training.options.training_options import TrainingOptions
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    assert lines_of_ranks(["both", f"rank {rank}"]) == ["both", "rank 0", "rank 1"]
     found: dict[str, tuple[int, str]] = {}
     for event in EVENTS:
         signals = Signals()

@@ -190,6 +190,8 @@ def test_what_fits() -> None:
     assert not cublaslt.fits(a[:, :40], b[:, :40], out)
     assert not cublaslt.fits(a, b, out.bfloat16())
     assert not cublaslt.fits(a, b[:24], out[:, :24].contiguous())
+    shifted = torch.empty(out.numel() + 1)[1:].view_as(out)  # a gradient in a buffer that pads no weight
+    assert not cublaslt.fits(a, b, shifted)
 
 
 def test_it_is_off_by_default_and_refused_without_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,8 +80,9 @@ def takes(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, a_granularity: st
 
 
 def fits(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether cuBLASLt has such a product: rows of whole 16 bytes, not E5M2 times E5M2, an fp32 sum."""
-    whole = a.shape[1] % 16 == 0 and out.shape[1] % 16 == 0 and all(each.is_contiguous() for each in (a, b, out))
+    """Whether cuBLASLt has such a product: rows and addresses in 16 bytes, not E5M2 times E5M2, an fp32 sum."""
+    whole = a.shape[1] % 16 == 0 and out.shape[1] % 16 == 0
+    whole = whole and all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (a, b, out))
     return whole and torch.float8_e4m3fn in (a.dtype, b.dtype) and out.dtype == torch.float32
 
 

@@ -214,6 +214,17 @@ def history(folder: str) -> list[dict[str, Any]]:
 
 
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+# whose norms find amaxes, whose layers compute and cast again, and whose vocabulary adds its gradients
+LARGE_LLAMA: dict[str, Any] = {
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "untie_embeddings_and_output_weights": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "save_memory": True,
+}
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8_delayed": {"recipe": "fp8_delayed"},
@@ -225,6 +236,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16 gradients": {"grad_reduce_in_bf16": True},
     "fp32, megatron-core's attention": {"bf16": None, "attention_backend": "local"},
     "llama": {"swiglu": True, "disable_bias_linear": True, "position_embedding_type": "rope"},
+    "llama, as from 1e9 parameters on": {**LARGE_LLAMA, "recipe": "fp8_current", "fp8_param_gather": True, **OVERLAP},
+    "llama, as from 1e9 parameters on, emulated": {**LARGE_LLAMA, "recipe": "mxfp4_rht_sr"},
     "stock linears": {"no_lowprec_linears": True},
     "stored gradients": {"recipe": "fp8_lm_o2", "global_batch_size": 2},
     "stored gradients, fp8 weights": {"recipe": "fp8_lm_o3", "global_batch_size": 2, **OVERLAP},

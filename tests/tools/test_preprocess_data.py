@@ -50,7 +50,7 @@ def test_each_key_becomes_a_corpus_by_megatrons_name(
 def test_as_a_program_with_workers_it_writes_the_same(inputs: list[str], tmp_path: Path) -> None:
     alone, shared = str(tmp_path / "alone"), str(tmp_path / "shared")
     assert preprocess_data.main(["--input", *inputs, "--output-prefix", alone, *BPE]) == 0
-    program = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py")]
+    program = [sys.executable, "-m", "megatron_lowprec", "preprocess"]
     command = [*program, "--input", *inputs, "--output-prefix", shared, "--workers", "2", *BPE]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     for suffix in (".bin", ".idx", ".json"):

@@ -30,6 +30,8 @@ COLUMNS = (
     Column("converted", "converted", "d"),
     Column("first_loss", "first loss", ".4f"),
 )
+PLANNED = ("fp8_current", "fp8_rowwise")
+"""Recipes whose casts Inductor can launch."""
 _LAUNCHED = ", compiled, casts launched by Inductor"
 _NEARLY = 0.02  # relative distance of the first loss from bf16's, of random weights
 
@@ -211,7 +213,7 @@ def _variants(args: argparse.Namespace, torchao: bool) -> dict[str, tuple[Callab
     for name, change in changes.items():
         found[name] = change, False
         found[f"{name}, compiled"] = change, True
-        if args.inductor_launches and name != "bf16":
+        if args.inductor_launches and name in PLANNED:
             found[f"{name}{_LAUNCHED}"] = change, True
     if torchao:
         found |= {f"torchao {name}, compiled": (partial(_torchao, name), True) for name in TORCHAO}

@@ -136,9 +136,13 @@ class HopperFp8Gemms(GemmBackend):
         return self._specs[tensor, False].granularity != "row"
 
     def planned_rule(self, tensor: str, request: CastRequest) -> Fp8Rule | None:
-        """As ``GemmBackend``: under scales of the pass itself."""
+        """As ``GemmBackend``: under scales of the pass itself, but of blocks.
+
+        Inductor lets the compiler contract multiply-adds, of which scales of blocks have some.
+        """
         direction = tensor, not request.rowwise
-        return None if self._specs[direction].scaling == "delayed" else self._rules[direction]
+        spec = self._specs[direction]
+        return None if spec.scaling == "delayed" or spec.block is not None else self._rules[direction]
 
     def traces_gemm(self, name: str) -> bool:
         """As ``GemmBackend``; Inductor finds out the blocks of scales by their sizes, which are padded here."""

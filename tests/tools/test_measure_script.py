@@ -80,13 +80,19 @@ def test_unknown_parts_are_refused(tmp_path: Path, part: str) -> None:
     assert done.stderr == f"scripts/measure.sh: {part} is none of: {' '.join(PARTS)}\n"
 
 
+def path_of_python(folder: Path, noted: str, ends: str = "") -> str:
+    """A PATH whose python adds a line to ``calls`` in ``folder``, and ends as a shell command does."""
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "python").write_text(f'#!/bin/bash\necho "{noted}" >> {folder}/calls\n{ends}\n')
+    (programs / "python").chmod(0o755)
+    return f"{programs}:{os.environ['PATH']}"
+
+
 @pytest.mark.slow
 def test_a_part_that_is_done_is_not_repeated_and_one_that_failed_is(tmp_path: Path) -> None:
-    programs, out = tmp_path / "bin", tmp_path / "out"
-    programs.mkdir()
-    (programs / "python").write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/calls\n[[ $* != *scaling* ]]\n')
-    (programs / "python").chmod(0o755)
-    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "GPUS": "1"}
+    out = tmp_path / "out"
+    environment = {"PATH": path_of_python(tmp_path, "$*", "[[ $* != *scaling* ]]"), "GPUS": "1"}
     for _ in range(2):
         assert measure(str(out), "muon", "scaling", **environment).returncode == 1
     calls = (tmp_path / "calls").read_text()
@@ -97,13 +103,8 @@ def test_a_part_that_is_done_is_not_repeated_and_one_that_failed_is(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_part_that_was_stopped_repeats_no_step_that_is_done(tmp_path: Path) -> None:
-    programs, out = tmp_path / "bin", tmp_path / "out"
-    programs.mkdir()
-    (programs / "python").write_text(
-        f'#!/bin/bash\necho "$*" >> {tmp_path}/calls\n[[ $* != *345m* || -e {tmp_path}/on ]]\n'
-    )
-    (programs / "python").chmod(0o755)
-    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "GPUS": "1"}
+    out = tmp_path / "out"
+    environment = {"PATH": path_of_python(tmp_path, "$*", f"[[ $* != *345m* || -e {tmp_path}/on ]]"), "GPUS": "1"}
     assert measure(str(out), "step", **environment).returncode == 1
     (tmp_path / "on").touch()
     assert measure(str(out), "step", **environment).returncode == 0
@@ -113,11 +114,9 @@ def test_a_part_that_was_stopped_repeats_no_step_that_is_done(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_groups_run_side_by_side_on_a_gpu_each(tmp_path: Path) -> None:
-    programs, out = tmp_path / "bin", tmp_path / "out"
-    programs.mkdir()
-    (programs / "python").write_text(f'#!/bin/bash\necho "$CUDA_VISIBLE_DEVICES $5 $*" >> {tmp_path}/calls\n')
-    (programs / "python").chmod(0o755)
-    done = measure(str(out), "muon", "snapshot", "--", "fourbit", PATH=f"{programs}:{os.environ['PATH']}", GPUS="2")
+    out = tmp_path / "out"
+    path = path_of_python(tmp_path, "$CUDA_VISIBLE_DEVICES $5 $*")
+    done = measure(str(out), "muon", "snapshot", "--", "fourbit", PATH=path, GPUS="2")
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
     assert sorted(line.split(" ")[0] for line in calls) == ["0", "0", "1", "1", "1", "1"]

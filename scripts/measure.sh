@@ -20,8 +20,8 @@
 #   activations  peak memory of a 1.3B dense model and a 2B mixture of experts, each saving of deepseek_v3 on and off
 #   configs    100 steps of the configs gpt_345m and gpt_1.3b, at a small batch
 #   large      10 steps of gpt_6.7b, tensor-parallel on all GPUs
-#   scaling    weak scaling from one GPU to two, four and all
-#   llama      8B without tensor parallelism on all GPUs, 16 accumulations: steps and peaks in this driver, where the
+#   scaling    weak scaling from one GPU to two, four and all, of 8B from two to four
+#   llama      8B without tensor parallelism on all GPUs, 16 and 1 accumulations: steps and peaks in this driver, where the
 #              milliseconds of a step go, and steps in CLIENT with TransformerEngine
 #   gathers    a step with and without FP8 gathers and FP8 dispatch, over all GPUs
 #   snapshot   a step with a snapshot of quantization errors
@@ -244,9 +244,11 @@ large() {
 }
 
 scaling() {
-    local count counts=1
+    local count counts=1 failed=0
     for count in 2 4 8; do ((count > gpus)) || counts+=,$count; done
-    bench scaling scaling --gpus "$counts" --shapes 345m,1.3b --recipes bf16,fp8_delayed
+    bench scaling scaling --gpus "$counts" --shapes 345m,1.3b --recipes bf16,fp8_delayed || failed=1
+    ((gpus < 4)) || bench scaling-8b scaling --gpus 2,4 --shapes 8b --recipes bf16,fp8_delayed || failed=1
+    return $failed
 }
 
 llama() {
@@ -257,6 +259,10 @@ llama() {
             --global-batch-size $((16 * gpus)) --train-iters 5 --recipe $recipe || failed=1
     done
     bench profile profile --shapes 8b --recipes bf16,fp8_current,fp8_delayed --gpus "$gpus" --microbatches 4 || failed=1
+    for recipe in bf16 fp8_current mxfp8; do
+        mock "llama/1-$recipe" "$gpus" --config configs/models/llama3_8b.yaml --tensor-model-parallel-size 1 \
+            --global-batch-size "$gpus" --train-iters 5 --recipe "$recipe" || failed=1
+    done
     [ -n "${CLIENT:-}" ] || return $failed
     for flags in "" "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather" \
         "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"; do

@@ -153,11 +153,15 @@ experts() {
 
 # All variants of a call are in memory at once: 7 GB each of llama_8b and qwen3_moe, 4 of the others.
 convert() {
-    local failed=0
-    bench convert-8b hugging_face --shapes llama_8b --recipes fp8_current --peers torchao --inductor-launches || failed=1
-    bench convert-experts hugging_face --shapes qwen3_moe --recipes fp8_current,mxfp4_rht_sr || failed=1
-    bench convert hugging_face --shapes llama,gpt2 --recipes fp8_current,fp8_delayed,mxfp4_rht_sr \
-        --peers torchao --inductor-launches || failed=1
+    local failed=0 beside="--peers torchao --inductor-launches --no-eager"
+    # shellcheck disable=SC2086 # several words
+    bench convert-8b hugging_face --shapes llama_8b $beside \
+        --recipes fp8_current,fp8_delayed,fp8_rowwise,fp8_blockwise,mxfp4_rht_sr || failed=1
+    # shellcheck disable=SC2086
+    bench convert-llama hugging_face --shapes llama $beside --recipes fp8_current,fp8_rowwise,fp8_delayed || failed=1
+    bench convert-experts hugging_face --shapes qwen3_moe --recipes fp8_current,mxfp8,mxfp4_rht_sr || failed=1
+    # shellcheck disable=SC2086
+    bench convert-gpt2 hugging_face --shapes gpt2 $beside --recipes fp8_current,fp8_rowwise,mxfp4_rht_sr || failed=1
     bench frozen frozen || failed=1
     return $failed
 }
@@ -251,17 +255,23 @@ scaling() {
     return $failed
 }
 
+# eight MICROBATCHES RECIPE FLAGS...: five steps of 8B without tensor parallelism.
+eight() {
+    local words="$1 ${*:2}"
+    words=${words// --/-}
+    mock "llama/${words// /-}" "$gpus" --config configs/models/llama3_8b.yaml --tensor-model-parallel-size 1 \
+        --global-batch-size $(($1 * gpus)) --train-iters 5 --recipe "${@:2}"
+}
+
 llama() {
-    local recipe flags failed=0
-    for recipe in bf16 fp8_current fp8_delayed "fp8_current $plain" mxfp8 "fp8_current --fp8-accumulate-wgrad"; do
-        # shellcheck disable=SC2086 # a recipe, and flags after it
-        mock "llama/${recipe// --/-}" "$gpus" --config configs/models/llama3_8b.yaml --tensor-model-parallel-size 1 \
-            --global-batch-size $((16 * gpus)) --train-iters 5 --recipe $recipe || failed=1
-    done
+    local flags failed=0
+    eight 16 fp8_current || failed=1
+    eight 16 bf16 || failed=1
     bench profile profile --shapes 8b --recipes bf16,fp8_current,fp8_delayed --gpus "$gpus" --microbatches 4 || failed=1
-    for recipe in bf16 fp8_current mxfp8; do
-        mock "llama/1-$recipe" "$gpus" --config configs/models/llama3_8b.yaml --tensor-model-parallel-size 1 \
-            --global-batch-size "$gpus" --train-iters 5 --recipe "$recipe" || failed=1
+    for flags in "1 bf16" "1 fp8_current" "16 fp8_current --fp8-accumulate-wgrad" "16 fp8_delayed" "16 mxfp8" "1 mxfp8" \
+        "16 fp8_current $plain"; do
+        # shellcheck disable=SC2086 # microbatches, a recipe, and flags after it
+        eight $flags || failed=1
     done
     [ -n "${CLIENT:-}" ] || return $failed
     for flags in "" "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather" \

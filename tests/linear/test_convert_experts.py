@@ -128,6 +128,8 @@ class OneByOne:
             name: [LinearGemms(linear, LinearId(0, name, expert), 0, AmaxHistory) for expert in range(EXPERTS)]
             for name in ("gate_up_proj", "down_proj")
         }
+        for history in self._histories():
+            history.to(next(experts.parameters()).device)
 
     def __call__(self, x: torch.Tensor, index: torch.Tensor, factors: torch.Tensor, number: int) -> torch.Tensor:
         outputs = x.new_zeros(*index.shape, x.shape[1])
@@ -144,9 +146,12 @@ class OneByOne:
         return y
 
     def end_step(self) -> None:
-        for gemms in (one for experts in self.gemms.values() for one in experts):
-            for history, _ in gemms.histories.values():
-                history.update()
+        for history in self._histories():
+            history.update()
+
+    def _histories(self) -> list[AmaxHistory]:
+        every = (gemms for experts in self.gemms.values() for gemms in experts)
+        return [history for gemms in every for history, _ in gemms.histories.values()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -386,7 +386,7 @@ def test_models_are_measured_where_bf16_fails(
     monkeypatch.setitem(hugging_face.CASES, "smoke", case)
     variants = {"bf16": (fails, False), "fp8_current": (lambda model: 3, False)}
     monkeypatch.setattr(hugging_face, "_variants", lambda *_: variants)
-    args = argparse.Namespace(seed=0, rounds=1)
+    args = argparse.Namespace(seed=0, rounds=1, no_eager=False)
     bf16, fp8 = hugging_face._rows("smoke", args, Bench(CPU), Report({}, {}), torchao=False)
     assert bf16["failed"] == "RuntimeError: no such kernel"
     assert (fp8["converted"], fp8["first_loss"], fp8["over_bf16"]) == (3, 1.0, None)

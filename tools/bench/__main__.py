@@ -124,6 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
     parts["hugging_face"].add_argument(
         "--inductor-launches", action="store_true", help="also with casts that Inductor launches"
     )
+    parts["hugging_face"].add_argument("--no-eager", action="store_true", help="compiled models alone")
     parts["ops"].add_argument(
         "--ops", type=names, help="norm,bias,gelu,dropout,cast,transpose,loss,attention (default: all)"
     )

@@ -61,6 +61,13 @@ def scaled_gemm(
     if accumulate_into is not None:
         product_dtype = torch.bfloat16 if by_rows else torch.float32
         out = accumulate_into if overwrite and not by_rows else None
+    if accumulate_into is None and out_dtype == torch.bfloat16 and a_granularity in ("tensor", "row"):
+        # the older operator, of the same bits: Inductor knows it on every torch, and so plans memory of its result
+        second_scale = b_scale.t() if by_rows else b_scale
+        scaled: torch.Tensor = torch._scaled_mm(
+            a, b.t(), a_scale, second_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accumulation
+        )
+        return scaled
     # the operator behind torch.nn.functional.scaled_mm, which has no ``out``
     arguments: tuple[Any, ...] = (
         a,

@@ -146,9 +146,6 @@ class HopperFp8Gemms(GemmBackend):
 
     def traces_gemm(self, name: str) -> bool:
         """As ``GemmBackend``; Inductor finds out the blocks of scales by their sizes, which are padded here."""
-        # torch may not know the sizes of its product, as 2.13 does
-        if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "Meta"):
-            return False
         return all(self._specs[tensor, SIDES[tensor][1] == name].block is None for tensor in GEMM_OPERANDS[name])
 
     def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:

@@ -153,7 +153,7 @@ experts() {
 
 # All variants of a call are in memory at once: 7 GB each of llama_8b and qwen3_moe, 4 of the others.
 convert() {
-    local failed=0 beside="--peers torchao --inductor-launches --no-eager"
+    local failed=0 beside="--peers torchao --no-eager"
     # shellcheck disable=SC2086 # several words
     bench convert-8b hugging_face --shapes llama_8b $beside \
         --recipes fp8_current,fp8_delayed,fp8_rowwise,fp8_blockwise,mxfp4_rht_sr || failed=1

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megatron_lowprec.linear.backends import traced
 from megatron_lowprec.linear.convert import convert
 from megatron_lowprec.text_tables import Column, Row, named
 from tools.bench.measure import Bench, errors, one_line
@@ -30,9 +29,6 @@ COLUMNS = (
     Column("converted", "converted", "d"),
     Column("first_loss", "first loss", ".4f"),
 )
-PLANNED = ("fp8_current", "fp8_rowwise")
-"""Recipes whose casts Inductor can launch."""
-_LAUNCHED = ", compiled, casts launched by Inductor"
 _NEARLY = 0.02  # relative distance of the first loss from bf16's, of random weights
 
 
@@ -133,29 +129,18 @@ class Step(ModelStep):
     Args:
         change: converts the model's layers and returns their number.
         compiled: compile each decoder layer.
-        launches: Inductor launches casts.
     """
 
     def __init__(
-        self,
-        case: ModelCase,
-        tokens: torch.Tensor,
-        change: Callable[[Any], int],
-        compiled: bool,
-        launches: bool,
-        pristine: Any,
+        self, case: ModelCase, tokens: torch.Tensor, change: Callable[[Any], int], compiled: bool, pristine: Any
     ) -> None:
-        self._model, self._tokens, self._launches = copy.deepcopy(pristine), tokens, launches
+        self._model, self._tokens = copy.deepcopy(pristine), tokens
         self.converted = change(self._model)
         if compiled:
             for block in case.blocks(self._model):
                 block.compile(dynamic=False)
         fused = tokens.is_cuda
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=fused)
-
-    def __call__(self) -> torch.Tensor:
-        traced.INDUCTOR_LAUNCHES = self._launches  # a graph's guard: another value compiles the layers anew
-        return super().__call__()
 
 
 def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
@@ -191,7 +176,7 @@ def _rows(name: str, args: argparse.Namespace, bench: Bench, report: Report, tor
         if (compiled and not bench.on_gpu) or (args.no_eager and not compiled and bench.on_gpu):
             continue
         try:
-            step = Step(case, tokens, change, compiled, variant.endswith(_LAUNCHED), pristine)
+            step = Step(case, tokens, change, compiled, pristine)
             losses[variant] = float(step())
             plain = next(iter(losses.values()))  # bf16's, if it did not fail
             if not abs(losses[variant] / plain - 1.0) < _NEARLY:
@@ -223,8 +208,6 @@ def _variants(args: argparse.Namespace, torchao: bool) -> dict[str, tuple[Callab
     for name, change in changes.items():
         found[name] = change, False
         found[f"{name}, compiled"] = change, True
-        if args.inductor_launches and name in PLANNED:
-            found[f"{name}{_LAUNCHED}"] = change, True
     if torchao:
         found |= {f"torchao {name}, compiled": (partial(_torchao, name), True) for name in TORCHAO}
     return found

@@ -21,7 +21,9 @@ RuleOf = Callable[[torch.device, int, str, str, CastRequest], Fp8Rule]
 
 def give_lowering(operator: Any, rule_of: RuleOf) -> None:
     """Let Inductor lower ``traced.planned_cast``."""
-    from torch._inductor.lowering import register_lowering
+    from torch._inductor.lowering import fallback_handler, register_lowering
+
+    operator_itself = fallback_handler(operator, add_to_fallback_set=False)
 
     @register_lowering(operator, type_promotion_kind=None)
     def lower(
@@ -32,6 +34,9 @@ def give_lowering(operator: Any, rule_of: RuleOf) -> None:
         node: Any = V.graph.current_node
         asked = CastRequest(*request)
         x: Tensor = node.args[0].meta["val"]
+        if not x.is_cuda:
+            found: list[Any] = operator_itself(matrix, amax, key, backend, tensor, request, kernels)
+            return found
         return _launch(matrix, amax, x, rule_of(x.device, key, backend, tensor, asked), asked, node.meta["val"])
 
 

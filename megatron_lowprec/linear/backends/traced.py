@@ -140,10 +140,10 @@ not know; autograd refuses a backward pass that writes a tensor of its graph whe
 """
 
 
-INDUCTOR_LAUNCHES = os.environ.get("MEGATRON_LOWPREC_INDUCTOR_LAUNCHES") == "1"
-"""Whether Inductor launches the casts of an FP8 backend that have a plan, without this package; set before tracing.
+INDUCTOR_LAUNCHES = os.environ.get("MEGATRON_LOWPREC_INDUCTOR_LAUNCHES", "static")
+"""Casts of an FP8 backend that Inductor launches without this package, if they have a plan; set before tracing.
 
-Off until a GPU has compared bits.
+"static": those of a fixed number of tokens, whose bits a GPU has compared; "1": all; any other: none.
 """
 
 
@@ -239,7 +239,8 @@ class TracedGemms(GemmBackend):
         if self.fuses_producer and (spec.granularity, spec.scaling) == ("tensor", "current"):
             known = _amax(matrix) if amax is None else amax.value
         constants = self._key, self.name, tensor, list(request)
-        if INDUCTOR_LAUNCHES and self._backend.planned_rule(tensor, request) is not None:
+        asked = INDUCTOR_LAUNCHES == "1" or (INDUCTOR_LAUNCHES == "static" and isinstance(matrix.shape[0], int))
+        if asked and self._backend.planned_rule(tensor, request) is not None:
             matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
             found = planned_cast(matrix, known, *constants, _planned_kernels())
         else:

@@ -264,10 +264,12 @@ eight() {
 }
 
 llama() {
-    local flags failed=0
+    local recipe flags failed=0
     eight 16 fp8_current || failed=1
     eight 16 bf16 || failed=1
-    bench profile profile --shapes 8b --recipes bf16,fp8_current,fp8_delayed --gpus "$gpus" --microbatches 4 || failed=1
+    for recipe in fp8_current bf16 fp8_delayed; do
+        bench "profile-$recipe" profile --shapes 8b --recipes "$recipe" --gpus "$gpus" --microbatches 4 || failed=1
+    done
     for flags in "1 bf16" "1 fp8_current" "16 fp8_current --fp8-accumulate-wgrad" "16 fp8_delayed" "16 mxfp8" "1 mxfp8" \
         "16 fp8_current $plain"; do
         # shellcheck disable=SC2086 # microbatches, a recipe, and flags after it

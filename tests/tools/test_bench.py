@@ -21,13 +21,13 @@ from tools.bench import (
     experts,
     frozen,
     hugging_face,
+    kernels,
     ops,
     overhead,
     quantize,
     scaling,
     shapes,
     step,
-    step_worker,
 )
 from tools.bench.__main__ import RENAMED, main
 from tools.bench.cases import layer
@@ -527,7 +527,7 @@ def test_communication_that_other_kernels_hide() -> None:
     nccl = [event("ncclDevKernel_SendRecv", 2, 6), event("ncclDevKernel_AllGather", 5, 7)]
     others = [event("gemm", 0, 3), event("cast", 1, 4), event("copy", 6, 9)]
     # of 2 to 7, 2 to 4 and 6 to 7 are hidden
-    assert step_worker._communication([*nccl, *others]) == {"ms": 5.0, "exposed_ms": 2.0}
+    assert kernels.communication_of([*nccl, *others]) == {"ms": 5.0, "exposed_ms": 2.0}
 
 
 def test_former_names_are_accepted_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

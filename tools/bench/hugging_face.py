@@ -14,6 +14,7 @@ import torch
 
 from megatron_lowprec.linear.convert import convert
 from megatron_lowprec.text_tables import Column, Row, named
+from tools.bench.kernels import kernels_of, profiled
 from tools.bench.measure import Bench, errors, one_line
 from tools.bench.peers.layers import absent
 from tools.bench.report import Report, spread_columns
@@ -26,9 +27,11 @@ COLUMNS = (
     Column("over_bf16", "/bf16", ".3f"),
     Column("over_eager", "/eager bf16", ".3f"),
     Column("host_ms", "host ms", ".1f"),
+    Column("kernel_ms", "kernels", ".1f"),
     Column("converted", "converted", "d"),
     Column("first_loss", "first loss", ".4f"),
 )
+_LONGEST = 40  # kernels that are kept by name
 _NEARLY = 0.02  # relative distance of the first loss from bf16's, of random weights
 
 
@@ -158,7 +161,7 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
         *([] if bench.on_gpu else ["nothing is compiled on a CPU"]),
         "all linear layers but the head and 3-D weights of experts are converted (skip_slower=False); "
         "'converted' counts them",
-        "host ms: until the step's calls return, device idle before it",
+        "host ms: until the step's calls return, device idle before it; kernels: sum of their times in a step",
         f"{args.rounds} rounds in turn; 'rounds': the largest difference between their medians",
     )
     report.table(f"Hugging Face models, training step: {args.device}", rows, COLUMNS)
@@ -188,6 +191,7 @@ def _rows(name: str, args: argparse.Namespace, bench: Bench, report: Report, tor
     timings = bench.compare(steps, args.rounds)
     for variant, timing in timings.items():
         same_mode = timings.get("bf16, compiled" if "compiled" in variant else "bf16")
+        kernels = kernels_of(profiled(steps[variant])) if bench.on_gpu else []
         yield {
             **named,
             "variant": variant,
@@ -195,6 +199,8 @@ def _rows(name: str, args: argparse.Namespace, bench: Bench, report: Report, tor
             "over_bf16": timing.ms / same_mode.ms if same_mode else None,
             "over_eager": timing.ms / timings["bf16"].ms if "bf16" in timings else None,
             "host_ms": bench.host_microseconds(steps[variant]) / 1e3,
+            "kernel_ms": sum(kernel["ms"] for kernel in kernels) if kernels else None,
+            "kernels": kernels[:_LONGEST],
             "converted": steps[variant].converted,
             "first_loss": losses[variant],
         }

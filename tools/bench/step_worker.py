@@ -9,8 +9,6 @@ import json
 import math
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
@@ -18,8 +16,7 @@ from typing import Any
 
 from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.distributed.visible_gpus import has_gpus
-
-PROFILED = 3
+from tools.bench.kernels import communication_of, idle_of, kernels_of, profiled
 
 
 def main(asked: dict[str, Any]) -> None:
@@ -89,12 +86,12 @@ def main(asked: dict[str, Any]) -> None:
     kernels, idle, isolated_ms, update_ms, stock_update_ms = None, None, None, None, None
     communication = None
     if asked["step_alone"] and on_gpu and ranks.world_size > 1:
-        communication = _communication(_profiled(step))
+        communication = communication_of(profiled(step))
     if not asked["step_alone"]:
         isolated_ms = median(clock.wall_milliseconds(step, 5))
         if on_gpu:
-            events = _profiled(step)
-            kernels, idle = _kernels(events), _idle(events)
+            events = profiled(step)
+            kernels, idle = kernels_of(events), idle_of(events)
         update_ms, stock_update_ms = _updates(trainer.optimizer, clock)
     milliseconds = [(end - start) * 1e3 for start, end in pairwise(marks)]
     timed = milliseconds[asked["warm_up"] :]
@@ -125,61 +122,6 @@ def main(asked: dict[str, Any]) -> None:
     if ranks.rank == 0:
         Path(asked["result"]).write_text(json.dumps(found), encoding="utf-8")
     startup.finalize()
-
-
-def _profiled(step: Callable[[], None]) -> list[Any]:
-    """The GPU's kernels and copies in ``PROFILED`` consecutive steps."""
-    import torch
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for _ in range(PROFILED):
-            step()
-        torch.cuda.synchronize()
-    return [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
-
-
-def _kernels(events: Sequence[Any]) -> list[dict[str, Any]]:
-    """Kernels of a step by name, with count and own time; longest first."""
-    taken: dict[str, list[float]] = defaultdict(list)
-    for event in events:
-        taken[event.name[:200]].append(event.self_device_time_total / 1e3)
-    found = [{"name": name, "times": len(ms) / PROFILED, "ms": sum(ms) / PROFILED} for name, ms in taken.items()]
-    return sorted(found, key=lambda kernel: -kernel["ms"])
-
-
-def _idle(events: Sequence[Any]) -> dict[str, Any]:
-    """Idle milliseconds of a step, the number of gaps, and the longest gaps."""
-    gaps: list[dict[str, Any]] = []
-    last = None
-    for event in sorted(events, key=lambda event: event.time_range.start):
-        if last is not None and event.time_range.start > last.time_range.end:
-            ms = (event.time_range.start - last.time_range.end) / 1e3
-            gaps.append({"ms": ms, "after": last.name[:80], "before": event.name[:80]})
-        if last is None or event.time_range.end > last.time_range.end:
-            last = event
-    longest = sorted(gaps, key=lambda gap: -gap["ms"])[:12]
-    return {"ms": sum(gap["ms"] for gap in gaps) / PROFILED, "gaps": len(gaps) / PROFILED, "longest": longest}
-
-
-def _communication(events: Sequence[Any]) -> dict[str, float]:
-    """Milliseconds of a step in which a kernel of NCCL runs, and those of them in which no other kernel does.
-
-    A kernel of NCCL includes its wait for the other ranks.
-    """
-    changes = []
-    for event in events:
-        own = "nccl" in event.name.lower()
-        changes += [(event.time_range.start, 1, own), (event.time_range.end, -1, own)]
-    running, last, total, exposed = {True: 0, False: 0}, 0.0, 0.0, 0.0
-    for at, change, own in sorted(changes):
-        if running[True]:
-            total += at - last
-            exposed += at - last if not running[False] else 0.0
-        running[own] += change
-        last = at
-    return {"ms": total / PROFILED / 1e3, "exposed_ms": exposed / PROFILED / 1e3}
 
 
 def _updates(optimizer: Any, clock: Any) -> tuple[float, float]:

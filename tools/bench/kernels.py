@@ -1,0 +1,63 @@
+"""Kernels and copies of profiled steps on a GPU: their times, the gaps between them, and communication."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+PROFILED = 3
+"""Steps of a profile."""
+
+
+def profiled(step: Callable[[], object]) -> list[Any]:
+    """The GPU's kernels and copies in ``PROFILED`` consecutive steps."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED):
+            step()
+        torch.cuda.synchronize()
+    return [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+
+
+def kernels_of(events: Sequence[Any]) -> list[dict[str, Any]]:
+    """Kernels of a step by name, with count and own time; longest first."""
+    taken: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        taken[event.name[:200]].append(event.self_device_time_total / 1e3)
+    found = [{"name": name, "times": len(ms) / PROFILED, "ms": sum(ms) / PROFILED} for name, ms in taken.items()]
+    return sorted(found, key=lambda kernel: -kernel["ms"])
+
+
+def idle_of(events: Sequence[Any]) -> dict[str, Any]:
+    """Idle milliseconds of a step, the number of gaps, and the longest gaps."""
+    gaps: list[dict[str, Any]] = []
+    last = None
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        if last is not None and event.time_range.start > last.time_range.end:
+            ms = (event.time_range.start - last.time_range.end) / 1e3
+            gaps.append({"ms": ms, "after": last.name[:80], "before": event.name[:80]})
+        if last is None or event.time_range.end > last.time_range.end:
+            last = event
+    longest = sorted(gaps, key=lambda gap: -gap["ms"])[:12]
+    return {"ms": sum(gap["ms"] for gap in gaps) / PROFILED, "gaps": len(gaps) / PROFILED, "longest": longest}
+
+
+def communication_of(events: Sequence[Any]) -> dict[str, float]:
+    """Milliseconds of a step in which a kernel of NCCL runs, and those of them in which no other kernel does.
+
+    A kernel of NCCL includes its wait for the other ranks.
+    """
+    changes = []
+    for event in events:
+        own = "nccl" in event.name.lower()
+        changes += [(event.time_range.start, 1, own), (event.time_range.end, -1, own)]
+    running, last, total, exposed = {True: 0, False: 0}, 0.0, 0.0, 0.0
+    for at, change, own in sorted(changes):
+        if running[True]:
+            total += at - last
+            exposed += at - last if not running[False] else 0.0
+        running[own] += change
+        last = at
+    return {"ms": total / PROFILED / 1e3, "exposed_ms": exposed / PROFILED / 1e3}

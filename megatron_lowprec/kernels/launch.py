@@ -1,19 +1,42 @@
 """Repeated launches of a Triton kernel without binding its signature, which costs the host more than the launch."""
 
 from collections.abc import Hashable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 
 def specialized_on(arguments: tuple[Any, ...]) -> Hashable:
-    """Properties of tensors and integers on which Triton specializes a kernel, the width of integers included."""
+    """Properties of tensors and numbers on which Triton specializes a kernel, the width of integers included."""
     return tuple(
         (each.dtype, each.data_ptr() % 16 == 0)
         if isinstance(each, torch.Tensor)
+        else float
+        if isinstance(each, float)
         else (each == 1, each % 16 == 0, -(2**31) <= each < 2**31)
         for each in arguments
     )
+
+
+def launch(
+    kernel: Any,
+    programs: int | tuple[int, int],
+    arguments: tuple[Any, ...],
+    constants: Mapping[str, Any],
+    **options: Any,
+) -> None:
+    """``kernel[programs](*arguments, **constants, **options)``, on the current device of the first argument, a tensor.
+
+    The result must not depend on properties of numbers other than those of ``specialized_on``.
+    """
+    specialized = _specialized(kernel, tuple(constants.items()), tuple(options.items()))
+    specialized.launch(programs, arguments[0].device, arguments, specialized_on(arguments))
+
+
+@lru_cache(maxsize=1024)
+def _specialized(kernel: Any, constants: tuple[Any, ...], options: tuple[Any, ...]) -> "Specialized":
+    return Specialized(kernel, dict(constants), **dict(options))
 
 
 class Specialized:
@@ -26,6 +49,10 @@ class Specialized:
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any], **options: Any) -> None:
+        names = getattr(kernel, "arg_names", None) or list(constants)
+        assert names[-len(constants) :] == list(constants), (
+            f"constants of {kernel} in another order than its signature's"
+        )
         self._kernel, self._constants, self._options = kernel, constants, options
         self._values = tuple(constants.values())
         self._compiled: dict[Hashable, tuple[Any, ...]] = {}

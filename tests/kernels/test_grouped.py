@@ -37,8 +37,8 @@ def test_tuning_keeps_its_scratch_until_the_launch(monkeypatch: pytest.MonkeyPat
         made.append(weakref.ref(scratch))
         return scratch
 
-    def kernel(a: torch.Tensor, b: torch.Tensor, table: torch.Tensor, *_: Any, **__: Any) -> None:
-        addresses.append(table[0].tolist())
+    def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], *_: Any, **__: Any) -> None:
+        addresses.append(arguments[2][0].tolist())
         alive.append(made[0]() is not None)
 
     def measured(entries: int, run: Any, device: torch.device) -> Any:
@@ -46,7 +46,7 @@ def test_tuning_keeps_its_scratch_until_the_launch(monkeypatch: pytest.MonkeyPat
         return grouped.TILINGS[torch.bfloat16][0]
 
     monkeypatch.setattr(torch, "empty_like", scratch_like)
-    monkeypatch.setattr(grouped, "_grouped_wgrad_kernel", {(2,): kernel})
+    monkeypatch.setattr(grouped, "launch", launch)
     monkeypatch.setattr(grouped, "_tuned", lambda *_: SimpleNamespace(choose=measured))
     totals = [torch.zeros(128, 128) for _ in range(2)]
     rows = torch.zeros(64, 128, dtype=torch.bfloat16)

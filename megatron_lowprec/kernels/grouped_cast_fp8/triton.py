@@ -13,6 +13,7 @@ from megatron_lowprec.kernels.cast_fp8.triton_ops import ROW, encode_scale, obse
 from megatron_lowprec.kernels.grouped_cast_fp8 import reference
 from megatron_lowprec.kernels.grouped_cast_fp8.reference import GroupedFp8Cast
 from megatron_lowprec.kernels.grouped_quantize.triton import group_of
+from megatron_lowprec.kernels.launch import launch
 
 _BLOCK = tl.constexpr(reference.BLOCK)
 _COLUMNS, _WARPS = 64, 4  # not tuned
@@ -105,13 +106,10 @@ def amax_of_groups(sources: Sequence[torch.Tensor], *, columns: bool = False) ->
     found = torch.zeros(shape, dtype=torch.float32, device=sources[0].device)
     table, blocks = _table(sources)
     if blocks:
-        _amax_of_groups_kernel[(blocks, triton.cdiv(sources[0].shape[1], _COLUMNS))](
-            found,
-            torch.from_numpy(table).to(found.device, non_blocking=True),
-            sources[0].shape[1],
-            columns,
-            **_groups(sources),
-        )
+        N = sources[0].shape[1]
+        arguments = found, torch.from_numpy(table).to(found.device, non_blocking=True), N
+        constants = {"OF_COLUMNS": columns, **_groups(sources)}
+        launch(_amax_of_groups_kernel, (blocks, triton.cdiv(N, _COLUMNS)), arguments, constants)
     return found
 
 
@@ -138,20 +136,21 @@ def cast_fp8_groups(
     scale = torch.empty((len(sources), N) if of_columns else len(sources), dtype=torch.float32, device=device)
     if blocks:
         # placeholders for an absent direction, which the kernel does not access
-        _cast_groups_kernel[(blocks, triton.cdiv(N, _COLUMNS))](
-            scale if rows is None else rows,
-            scale if columns is None else columns,
-            table,
-            N,
-            padded,
-            CAST=constants,
-            **_groups(sources),
+        launch(
+            _cast_groups_kernel,
+            (blocks, triton.cdiv(N, _COLUMNS)),
+            (scale if rows is None else rows, scale if columns is None else columns, table, N, padded),
+            {"CAST": constants, **_groups(sources)},
             num_warps=_WARPS,
             enable_fp_fusion=False,
         )
     length = N if of_columns else 1
-    _scale_of_groups_kernel[(len(sources), triton.cdiv(length, _COLUMNS))](
-        scale, table, length, CAST=constants, GROUPS=len(sources), BN=_COLUMNS, num_warps=1
+    launch(
+        _scale_of_groups_kernel,
+        (len(sources), triton.cdiv(length, _COLUMNS)),
+        (scale, table, length),
+        {"CAST": constants, "GROUPS": len(sources), "BN": _COLUMNS},
+        num_warps=1,
     )
     return GroupedFp8Cast(
         None if rows is None else rows.view(rule.dtype), None if columns is None else columns.view(rule.dtype), scale

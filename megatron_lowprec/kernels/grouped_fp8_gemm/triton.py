@@ -10,6 +10,7 @@ import triton.language as tl
 from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.grouped_cast_fp8.reference import BLOCK, padded_rows
 from megatron_lowprec.kernels.grouped_quantize.triton import group_of
+from megatron_lowprec.kernels.launch import launch
 
 _DTYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -180,8 +181,8 @@ def pad_groups(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         return x
     out = torch.empty((sum(whole), x.shape[1]), dtype=x.dtype, device=x.device)
     grid = (sum(whole) // BLOCK, triton.cdiv(x.shape[1], 64))
-    groups = {"GROUPS": len(rows), "PADDED": triton.next_power_of_2(len(rows))}
-    _pad_kernel[grid](x, out, _table(rows, x.device), x.shape[1], **groups, BN=64)
+    groups = {"GROUPS": len(rows), "PADDED": triton.next_power_of_2(len(rows)), "BN": 64}
+    launch(_pad_kernel, grid, (x, out, _table(rows, x.device), x.shape[1]), groups)
     return out
 
 
@@ -199,25 +200,23 @@ def grouped_fp8_gemm(
     """As the reference."""
     (N, K), blocks = b[0].shape, granularity == "1x128"
     out = torch.empty((sum(rows), N), dtype=out_dtype, device=a.device)
-    _grouped_fp8_gemm_kernel[(sum(padded_rows(rows)) // BLOCK * triton.cdiv(N, BLOCK),)](
-        a,
-        a_scale,
-        b_scale,
-        out,
+    arguments = (
+        *(a, a_scale, b_scale, out),
         _table(rows, a.device, [one.data_ptr() for one in b]),
-        N,
-        K,
+        *(N, K),
         *(a_scale.stride() if blocks else (0, 0)),
         b[0].stride(0),
         *(b_scale.stride()[:2] if blocks else (0, 0)),
-        ELEMENT=_DTYPES[b[0].dtype],
-        SCALES=_NUMBERS[granularity],
-        FAST=fast_accumulation,
-        GROUPS=len(b),
-        PADDED=triton.next_power_of_2(len(b)),
-        num_warps=_WARPS,
-        num_stages=_STAGES,
     )
+    constants = {
+        "ELEMENT": _DTYPES[b[0].dtype],
+        "SCALES": _NUMBERS[granularity],
+        "FAST": fast_accumulation,
+        "GROUPS": len(b),
+        "PADDED": triton.next_power_of_2(len(b)),
+    }
+    programs = sum(padded_rows(rows)) // BLOCK * triton.cdiv(N, BLOCK)
+    launch(_grouped_fp8_gemm_kernel, programs, arguments, constants, num_warps=_WARPS, num_stages=_STAGES)
     return out
 
 
@@ -244,27 +243,23 @@ def grouped_fp8_wgrad_(
             np.array(overwrite, dtype=np.int64),
         )
     )
-    tiles = triton.cdiv(M, BLOCK) * triton.cdiv(N, BLOCK)
-    _grouped_fp8_wgrad_kernel[(len(totals) * tiles,)](
-        a,
-        a_scale,
-        b,
-        b_scale,
+    programs = len(totals) * triton.cdiv(M, BLOCK) * triton.cdiv(N, BLOCK)
+    arguments = (
+        *(a, a_scale, b, b_scale),
         torch.from_numpy(table).to(a.device, non_blocking=True),
-        M,
-        N,
-        tokens,
+        *(M, N, tokens),
         *(a_scale.stride() if of_blocks else (0, 0)),
         *(b_scale.stride() if of_blocks else (0, 0)),
-        TOTAL=_DTYPES[totals[0].dtype],
-        ADDS=not all(overwrite),
-        ALIGNED=all(total.data_ptr() % 16 == 0 for total in totals),
-        SCALES=_NUMBERS[granularity],
-        FAST=fast_accumulation,
-        GROUPS=len(totals),
-        num_warps=_WARPS,
-        num_stages=_STAGES,
     )
+    constants = {
+        "TOTAL": _DTYPES[totals[0].dtype],
+        "ADDS": not all(overwrite),
+        "ALIGNED": not (table[0] % 16).any(),
+        "SCALES": _NUMBERS[granularity],
+        "FAST": fast_accumulation,
+        "GROUPS": len(totals),
+    }
+    launch(_grouped_fp8_wgrad_kernel, programs, arguments, constants, num_warps=_WARPS, num_stages=_STAGES)
 
 
 def _table(rows: Sequence[int], device: torch.device, *more: Sequence[int]) -> torch.Tensor:

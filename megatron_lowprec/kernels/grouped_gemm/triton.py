@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.grouped_quantize.triton import group_of
+from megatron_lowprec.kernels.launch import launch
 from megatron_lowprec.kernels.tuning import Tuned
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -185,22 +186,22 @@ def grouped_gemm(
     def run(tiling: Tiling) -> None:
         tiles = -(-count // tiling.BM)
         table = np.stack((addresses, count, count.cumsum() - count, tiles.cumsum() - tiles))
-        _grouped_gemm_kernel[(int(tiles.sum()) * -(-N // tiling.BN),)](
-            a,
-            out,
-            torch.from_numpy(table).to(device, non_blocking=True),
-            N,
-            K,
-            *b[0].stride(),
-            alpha,
-            ALPHAS=isinstance(alpha, torch.Tensor),
-            ELEMENT=_DTYPES[a.dtype],
-            EVEN=N % tiling.BN == 0 and K % tiling.BK == 0,
-            GROUPS=len(b),
-            PADDED=triton.next_power_of_2(len(b)),
-            BM=tiling.BM,
-            BN=tiling.BN,
-            BK=tiling.BK,
+        on_device = torch.from_numpy(table).to(device, non_blocking=True)
+        constants = {
+            "ALPHAS": isinstance(alpha, torch.Tensor),
+            "ELEMENT": _DTYPES[a.dtype],
+            "EVEN": N % tiling.BN == 0 and K % tiling.BK == 0,
+            "GROUPS": len(b),
+            "PADDED": triton.next_power_of_2(len(b)),
+            "BM": tiling.BM,
+            "BN": tiling.BN,
+            "BK": tiling.BK,
+        }
+        launch(
+            _grouped_gemm_kernel,
+            int(tiles.sum()) * -(-N // tiling.BN),
+            (a, out, on_device, N, K, *b[0].stride(), alpha),
+            constants,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
         )
@@ -222,24 +223,25 @@ def grouped_wgrad_(
     """As the reference."""
     (M, N), count = totals[0].shape, np.array(rows, dtype=np.int64)
 
-    def launch(tiling: Tiling, addresses: Sequence[int], overwrites: Sequence[bool]) -> None:
+    def run(tiling: Tiling, addresses: Sequence[int], overwrites: Sequence[bool]) -> None:
         table = np.stack((np.array(addresses), count, count.cumsum() - count, np.array(overwrites, dtype=np.int64)))
-        _grouped_wgrad_kernel[(len(totals) * -(-M // tiling.BM) * -(-N // tiling.BN),)](
-            a,
-            b,
-            torch.from_numpy(table).to(a.device, non_blocking=True),
-            M,
-            N,
-            alpha,
-            ALPHAS=isinstance(alpha, torch.Tensor),
-            TOTAL=_DTYPES[totals[0].dtype],
-            ADDS=not all(overwrites),
-            ALIGNED=all(address % 16 == 0 for address in addresses),
-            EVEN=M % tiling.BM == 0 and N % tiling.BN == 0,
-            GROUPS=len(totals),
-            BM=tiling.BM,
-            BN=tiling.BN,
-            BK=tiling.BK,
+        on_device = torch.from_numpy(table).to(a.device, non_blocking=True)
+        constants = {
+            "ALPHAS": isinstance(alpha, torch.Tensor),
+            "TOTAL": _DTYPES[totals[0].dtype],
+            "ADDS": not all(overwrites),
+            "ALIGNED": all(address % 16 == 0 for address in addresses),
+            "EVEN": M % tiling.BM == 0 and N % tiling.BN == 0,
+            "GROUPS": len(totals),
+            "BM": tiling.BM,
+            "BN": tiling.BN,
+            "BK": tiling.BK,
+        }
+        launch(
+            _grouped_wgrad_kernel,
+            len(totals) * -(-M // tiling.BM) * -(-N // tiling.BN),
+            (a, b, on_device, M, N, alpha),
+            constants,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
         )
@@ -248,7 +250,7 @@ def grouped_wgrad_(
         # Measuring must not add to the gradients. The tensor lives until the launch is queued: memory freed before
         # would be the table's, and the kernel would overwrite the addresses that it reads.
         scratch = torch.empty_like(totals[0])
-        launch(tiling, [scratch.data_ptr()] * len(totals), [True] * len(totals))
+        run(tiling, [scratch.data_ptr()] * len(totals), [True] * len(totals))
 
     tiling = _tuned(f"grouped weight gradient [{M}, {N}]", a.dtype).choose(a.numel(), measure, a.device)
-    launch(tiling, [total.data_ptr() for total in totals], overwrite)
+    run(tiling, [total.data_ptr() for total in totals], overwrite)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, raise_to_amax
-from megatron_lowprec.kernels.launch import Specialized
+from megatron_lowprec.kernels.launch import Specialized, launch
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.philox.triton import draw_bits, place
@@ -215,7 +215,7 @@ def scaled_signs_of_groups(keys: Sequence[Key], rng_step: torch.Tensor, group: i
     device = rng_step.device
     out = torch.empty((len(keys), group), dtype=torch.float32, device=device)
     words = torch.tensor(keys, dtype=torch.int32).to(device, non_blocking=True)
-    _signs_of_groups_kernel[(len(keys),)](out, words, rng_step, group**-0.5, GROUP=group, num_warps=1)
+    launch(_signs_of_groups_kernel, len(keys), (out, words, rng_step, group**-0.5), {"GROUP": group}, num_warps=1)
     return out
 
 

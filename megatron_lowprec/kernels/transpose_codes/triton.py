@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_lowprec.kernels.launch import Specialized, specialized_on
+from megatron_lowprec.kernels.launch import Specialized, launch, specialized_on
 from megatron_lowprec.kernels.multi_tensor_cast.triton import address_table
 
 _TILE = 128
@@ -67,7 +67,7 @@ def transpose_groups(codes: Sequence[torch.Tensor]) -> torch.Tensor:
     out = torch.empty((len(codes), C, R), dtype=codes[0].dtype, device=codes[0].device)
     table = address_table(tuple((each.data_ptr(),) for each in codes), out.device)
     grid = _programs(R, C), len(codes)
-    _transpose_kernel[grid](table, out, R, C, R, GROUPS=True, TILE=_TILE, num_warps=_WARPS)
+    launch(_transpose_kernel, grid, (table, out, R, C, R), {"GROUPS": True, "TILE": _TILE}, num_warps=_WARPS)
     return out
 
 

@@ -23,6 +23,7 @@ OPERANDS = (
     (16, 0, True, torch.bfloat16, True),
     (None, 16, False, torch.bfloat16, False),
     (64, 64, True, torch.float32, False),
+    (0, 256, True, torch.bfloat16, False),
     (0, 0, False, torch.float32, True),
 )
 
@@ -86,7 +87,7 @@ def operand_faults(device: str) -> Iterator[str]:
         generator = torch.Generator().manual_seed(3)
         x = torch.randn(137, 576, generator=generator)
         x[130, 570] = torch.nan if broken else 5.0
-        signs = {g: (torch.randint(0, 2, (g,), generator=generator) * 2.0 - 1.0) * g**-0.5 for g in (16, 64)}
+        signs = {g: (torch.randint(0, 2, (g,), generator=generator) * 2.0 - 1.0) * g**-0.5 for g in (16, 64, 256)}
         ways: dict[str, Direction | None] = {
             name: None if g is None else Direction(signs=signs[g].to(device) if g else None)
             for name, g in (("rows", rows), ("columns", columns))

@@ -220,6 +220,7 @@ def nvfp4_cases() -> list[Case]:
         Case(37, 64, bf16, "e1m2", "quotient", sr, 0, "c", random_bits=8, **(scales | {"scale": "ue4m3"})),
         Case(37, 64, bf16, "e4m3", "quotient", nearest, 0, "rc", codes=True, mx=16, scale="ue5m3"),
         Case(70, 64, bf16, "e4m3", "round_up", nearest, 0, "rc", square=True),
+        Case(20, 128, bf16, *nvfp4, nearest, 128, "rc", plain="r", rounds=True, codes=True, **scales),
         *rival_cases(),
     ]
 

@@ -2,13 +2,24 @@
 
 import pytest
 
+from megatron_lowprec.recipe.quant_spec import HADAMARD_BLOCKS
 from tests.kernels import amax_cases
 from tests.kernels.interpreted import assert_no_differences
 
 
 @pytest.mark.slow
 def test_interpreted() -> None:
-    assert "84 compared" in assert_no_differences("tests.kernels.amax_cases")
+    assert "85 compared" in assert_no_differences("tests.kernels.amax_cases")
+
+
+@pytest.mark.parametrize("group", HADAMARD_BLOCKS)
+def test_a_thread_holds_one_long_group_at_most(group: int) -> None:
+    """Several spill their registers."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from megatron_lowprec.kernels.amax.triton import _specialized
+
+    kernel, width = _specialized(rows=2, columns=2, rounds=False, group=group)
+    assert group * width <= max(128, group) * 32 * kernel._options["num_warps"]
 
 
 @pytest.mark.gpu

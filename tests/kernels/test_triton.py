@@ -1,11 +1,13 @@
 """The fused MX kernel gives the reference's bits: interpreted here, compiled where there is a GPU."""
 
+from itertools import product
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.recipe.quant_spec import HADAMARD_BLOCKS
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.registry import get_recipe
 from tests.kernels.interpreted import assert_no_differences
@@ -35,6 +37,33 @@ def test_a_kernel_compiled_for_one_pitch_of_codes_does_not_serve_another() -> No
             quantize_mx(torch.zeros(16, columns).bfloat16(), rule, rows=Direction(), rng_step=rng_step, codes=True)
     keys = [call.args[3] for call in launch.call_args_list]
     assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("block", HADAMARD_BLOCKS)
+def test_a_thread_holds_one_long_group(block: int) -> None:
+    """Several, or a part, may take minutes to compile at a transform of 256. Of all tilings of a tuning."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from megatron_lowprec.formats import FORMATS
+    from megatron_lowprec.kernels.launch import Specialized
+    from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
+    from megatron_lowprec.kernels.quantize.triton import quantize_mx
+
+    rng_step = torch.zeros(2, dtype=torch.int32)
+    transformed, plain = Direction(signs=torch.ones(block)), Direction()
+    pairs = ((transformed, transformed), (plain, transformed), (transformed, plain))
+    for rounding, codes, (rows, columns) in product(("nearest_even", "stochastic"), (False, True), pairs):
+        rule = MxRule(FORMATS["e2m1"], "floor", rounding, block=16)
+        with patch.object(Specialized, "launch"):
+            cast = quantize_mx(
+                torch.zeros(block, block), rule, rows=rows, columns=columns, rng_step=rng_step, codes=codes
+            )
+        assert [out is None for out in cast] == [False, not codes, False, not codes, True, True]
+        for kernel in rule.kernels.values():
+            for tiling in kernel.specialized:
+                entries, threads = tiling.rows * tiling.columns, 32 * tiling.warps
+                assert entries <= max(128, block) * threads, (rounding, codes, tiling)
+                if kernel._group > 64:
+                    assert entries == block * threads, (rounding, codes, tiling)
 
 
 @pytest.mark.gpu

@@ -64,8 +64,9 @@ def _specialized(rows: int, columns: int, rounds: bool, group: int) -> tuple[Spe
     """The kernel, and the columns of its tile."""
     width = max(4096 // group, group)
     constants = {"ROWS": rows, "COLUMNS": columns, "ROUNDS": rounds, "GROUP": group, "BN": width}
+    warps = max(4, group // 32)  # a thread with several long groups spills
     # a contracted multiply-add rounds once, the reference twice
-    return Specialized(_operand_amaxes_kernel, constants, num_warps=4, enable_fp_fusion=False), width
+    return Specialized(_operand_amaxes_kernel, constants, num_warps=warps, enable_fp_fusion=False), width
 
 
 def operand_amaxes(

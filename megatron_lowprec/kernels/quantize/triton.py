@@ -6,7 +6,7 @@ butterflies, block maxima and draws (8 of one Philox call) then exchange no data
 operations in the same order, none contracted, and rounding on the bits of an fp32 number.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -16,6 +16,7 @@ from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.philox.triton import place
 from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule, converts_fp8
+from megatron_lowprec.kernels.quantize.tilings import LONGEST_FUSED, Tiling, tilings_of
 from megatron_lowprec.kernels.quantize.triton_coded import write_tensor_scale
 from megatron_lowprec.kernels.quantize.triton_groups import quantize_groups
 from megatron_lowprec.kernels.quantize.triton_ops import groups_in_threads, widened
@@ -192,7 +193,7 @@ def quantize_mx(
     whole: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> MxCast:
-    """Rowwise data in blocks, columnwise data or both of a matrix, from one read.
+    """Rowwise data in blocks, columnwise data or both of a matrix, from one read or one a direction.
 
     Args:
         x: [M, N] bf16 or fp32, the last dimension contiguous; N a multiple of ``rule.block`` and of len(signs) if
@@ -212,13 +213,10 @@ def quantize_mx(
     others: dict[str, Any] = {"rng_step": rng_step, "spans": spans, "whole": whole, "out_dtype": out_dtype}
     if rule.block_rows > 1 and rows is not None:
         return _square(x, rule, rows, columns, **others)
-    transforms = rows is not None and rows.signs is not None
-    if transforms and columns is not None and (rule.rounding == "stochastic" or rule.options.group) and not codes:
-        # bound by arithmetic: two kernels with one group in registers each beat one kernel that reads less
-        along_rows = quantize_mx(x, rule, rows=rows, **others)
-        along_columns = quantize_mx(x, rule, columns=columns, **others)
-        of_columns = along_columns.columnwise_data, along_columns.columnwise_tensor_scale
-        return along_rows._replace(columnwise_data=of_columns[0], columnwise_tensor_scale=of_columns[1])
+    if rows is not None and columns is not None and _takes_two_kernels(rule, rows, columns, codes):
+        by_row = quantize_mx(x, rule, rows=rows, codes=codes, **others)
+        by_column = quantize_mx(x, rule, columns=columns, codes=codes, **others)
+        return MxCast(*(a if b is None else b for a, b in zip(by_row, by_column, strict=True)))
     kernel, dtype = _mx_kernel_for(x, rule, rows, columns, codes, whole), out_dtype or x.dtype
     cast, arguments = kernel.arguments(x, dtype, rows, columns, rng_step, spans)
     (M, N), stride, device = x.shape, x.stride(0), x.device
@@ -226,12 +224,22 @@ def quantize_mx(
     if codes:  # a pitch is a multiple of 8 or more under blocks of 16
         specialized_on += tuple(pitch % 16 == 0 for pitch in arguments[_PITCHES])
 
-    def launch(tiling: _Tiling) -> None:
+    def launch(tiling: Tiling) -> None:
         kernel.specialized[tiling].launch(tiling.programs(M, N), device, arguments, specialized_on)
 
     tiling = kernel.tuned.choose(M * N, launch, device)
     kernel.specialized[tiling].launch(tiling.programs(M, N), device, arguments, specialized_on)
     return cast
+
+
+def _takes_two_kernels(rule: MxRule, rows: Direction, columns: Direction, codes: bool) -> bool:
+    """Whether two kernels, with one group in registers each, beat one kernel that reads less."""
+    blocks = [way.signs.numel() for way in (rows, columns) if way.signs is not None]
+    if max(blocks, default=0) > LONGEST_FUSED:
+        # a tile of whole groups in both directions has several a thread, which spill and compile for minutes
+        return True
+    # bound by arithmetic
+    return rows.signs is not None and (rule.rounding == "stochastic" or rule.options.group > 0) and not codes
 
 
 def _square(x: torch.Tensor, rule: MxRule, rows: Direction, columns: Direction | None, **others: Any) -> MxCast:
@@ -275,7 +283,7 @@ class _MxKernel:
         self._codes_a_byte = 0 if not codes else 2 if rule.fmt.bits == 4 else 1
         self._code_dtype = torch.uint8 if rule.fmt.bits <= 8 else torch.int16
         self._unit = 1 << max(0, 23 - constants.MANTISSA - constants.RANDOM_BITS)
-        tilings = _tilings(self._group, rows, columns, constants.HADAMARD, rule.rounding == "stochastic")
+        tilings = tilings_of(self._group, rows, columns, constants.HADAMARD, rule.rounding == "stochastic")
         self.specialized = {
             tiling: Specialized(
                 _mx_kernel,
@@ -350,49 +358,3 @@ class _MxKernel:
             self._unit,
         )
         return made, arguments
-
-
-class _Tiling(NamedTuple):
-    rows: int
-    columns: int
-    warps: int
-    registers: int | None  # limit of a thread, where more resident warps outweigh some spilling
-
-    def programs(self, M: int, N: int) -> int:
-        """Number of programs that cover [M, N]."""
-        return -(-M // self.rows) * -(-N // self.columns)
-
-
-_OF_SHORT_ROWS = ((4, 512, 1), (8, 512, 2), (4, 256, 1), (8, 512, 1))
-
-
-def _tilings(group: int, rows: bool, columns: bool, transformed: bool, stochastic: bool) -> tuple[_Tiling, ...]:
-    """Candidate tiles of a program, about one group a thread, whole groups in each direction; fastest on an H200 first.
-
-    Programs have few warps, since warps share no data; docs/design/kernels.md lists the alternatives tried.
-    """
-    if group <= 16:  # several groups a thread share addresses and the tensor's scale
-        sizes = ((16, 64, 1), (16, 128, 2), (16, 128, 1), (16, 256, 2)) if columns else _OF_SHORT_ROWS
-        return tuple(_Tiling(*size, None) for size in sizes)
-    limit = 128 if transformed and stochastic and group <= 64 else None
-    if rows and columns:
-        if transformed:
-            first = _Tiling(group, max(64, group), 2, limit)
-        else:
-            first = _Tiling(group, 64, 2, limit) if stochastic else _Tiling(group, 128, 4, limit)
-    elif columns:
-        first = (
-            _Tiling(group, 32, 1, limit) if stochastic and transformed else _Tiling(group, 64, 1 + transformed, limit)
-        )
-    else:
-        first = _Tiling(8, group * 8, 2, limit) if transformed else _Tiling(4, group * 8, 1, limit)
-    others = [first._replace(registers=None), first._replace(columns=first.columns * 2, warps=first.warps * 2)]
-    if rows and not columns:
-        others.append(first._replace(rows=first.rows * 2, warps=first.warps * 2))
-        # one warp exchanges no data through shared memory; two short groups a thread share addresses and masks
-        others.append(_Tiling(4, 512, 1, limit))
-    else:
-        others.append(first._replace(columns=max(32 if not rows else group, first.columns // 2)))
-        if rows and group <= 32:
-            others.append(_Tiling(group, 64, 1, limit))
-    return tuple(dict.fromkeys((first, *others)))

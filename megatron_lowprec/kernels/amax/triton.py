@@ -12,9 +12,9 @@ import triton.language as tl
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger, raise_to_amax
 from megatron_lowprec.kernels.launch import Specialized, specialized_on
 from megatron_lowprec.kernels.quantize.rule import Direction
-from megatron_lowprec.kernels.quantize.triton_ops import transformed
+from megatron_lowprec.kernels.quantize.triton_ops import groups_in_threads, rounded_to, transformed
 
-_PROGRAMS = 2048
+_WARPS = 8192
 _ABSENT, _PLAIN, _TRANSFORMED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -31,28 +31,33 @@ def _operand_amaxes_kernel(
     COLUMNS: tl.constexpr,
     ROUNDS: tl.constexpr,
     GROUP: tl.constexpr,
+    BM: tl.constexpr,
     BN: tl.constexpr,
 ):
     """Raises two cells: of the operand along rows, and of that along columns."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    tl.static_assert(BM == GROUP or COLUMNS != _TRANSFORMED)
+    P: tl.constexpr = BM * BN // GROUP
     tiles_n = tl.cdiv(N, BN)
-    tiles = tl.cdiv(M, GROUP) * tiles_n
-    plain = tl.zeros([GROUP, BN], tl.float32)  # entry by entry: a reduction of each tile would cross lanes and warps
-    of_rows = tl.zeros([1, BN], tl.float32)
+    tiles = tl.cdiv(M, BM) * tiles_n
+    plain = tl.zeros([BM, BN], tl.float32)  # entry by entry: a reduction of each tile would cross lanes and warps
+    of_rows = tl.zeros([1, P], tl.float32)
     of_columns = tl.zeros([1, BN], tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        rows = (tile // tiles_n) * GROUP + tl.arange(0, GROUP)
+        rows = (tile // tiles_n) * BM + tl.arange(0, BM)
         cols = (tile % tiles_n) * BN + tl.arange(0, BN)
         offsets = rows.to(tl.int64)[:, None] * stride + cols[None, :]
         x = tl.load(x_ptr + offsets, mask=(rows < M)[:, None] & (cols < N)[None, :], other=0.0)
         if ROWS == _PLAIN or COLUMNS == _PLAIN:
             plain = larger(plain, tl.abs(x.to(tl.float32)))
         if ROWS == _TRANSFORMED:
-            y = tl.trans(tl.reshape(x, [BN, GROUP])).to(tl.float32)
-            of_rows = larger(of_rows, amax_along(tl.abs(transformed(y, row_signs_ptr, GROUP, ROUNDS, DTYPE)), 0))
+            y = tl.trans(tl.reshape(x, [P, GROUP])).to(tl.float32)
+            of_rows = larger(of_rows, amax_along(tl.abs(transformed(y, row_signs_ptr, GROUP, False, DTYPE)), 0))
         if COLUMNS == _TRANSFORMED:
-            y = transformed(x.to(tl.float32), col_signs_ptr, GROUP, ROUNDS, DTYPE)
-            of_columns = larger(of_columns, amax_along(tl.abs(y), 0))
+            y = groups_in_threads(x) if GROUP >= 128 else x.to(tl.float32)
+            of_columns = larger(of_columns, amax_along(tl.abs(transformed(y, col_signs_ptr, GROUP, False, DTYPE)), 0))
+    if ROUNDS:  # a larger entry is not rounded to a smaller one
+        of_rows, of_columns = rounded_to(of_rows, DTYPE), rounded_to(of_columns, DTYPE)
     if ROWS != _ABSENT:
         raise_to_amax(amax_ptr, plain if ROWS == _PLAIN else of_rows)
     if COLUMNS != _ABSENT:
@@ -60,13 +65,16 @@ def _operand_amaxes_kernel(
 
 
 @lru_cache(maxsize=64)
-def _specialized(rows: int, columns: int, rounds: bool, group: int) -> tuple[Specialized, int]:
-    """The kernel, and the columns of its tile."""
-    width = max(4096 // group, group)
-    constants = {"ROWS": rows, "COLUMNS": columns, "ROUNDS": rounds, "GROUP": group, "BN": width}
-    warps = max(4, group // 32)  # a thread with several long groups spills
+def _specialized(rows: int, columns: int, rounds: bool, group: int) -> tuple[Specialized, int, int, int]:
+    """The kernel, rows and columns of its tile, and warps."""
+    if group >= 128:  # a group fills a thread's registers, and one warp exchanges it without barriers
+        height, width, warps = (group, 32, 1) if columns == _TRANSFORMED.value else (32, group, 1)
+    else:
+        height, width, warps = group, max(4096 // group, group), 4
+    constants = {"ROWS": rows, "COLUMNS": columns, "ROUNDS": rounds, "GROUP": group, "BM": height, "BN": width}
     # a contracted multiply-add rounds once, the reference twice
-    return Specialized(_operand_amaxes_kernel, constants, num_warps=warps, enable_fp_fusion=False), width
+    kernel = Specialized(_operand_amaxes_kernel, constants, num_warps=warps, enable_fp_fusion=False)
+    return kernel, height, width, warps
 
 
 def operand_amaxes(
@@ -78,8 +86,12 @@ def operand_amaxes(
     signs = [None if way is None else way.signs for way in (rows, columns)]
     kinds = [0 if way is None else 1 if way.signs is None else 2 for way in (rows, columns)]
     group = next((each.numel() for each in signs if each is not None), 16)
-    kernel, width = _specialized(kinds[0], kinds[1], rounds_transform, group)
-    programs = min(_PROGRAMS, -(-M // group) * -(-N // width))
-    arguments = (x, amaxes, *(x if each is None else each for each in signs), M, N, x.stride(0))
-    kernel.launch(programs, device, arguments, specialized_on(arguments))
+    # bound by arithmetic: two kernels with one group in registers each beat one kernel that reads less
+    apart = group >= 128 and 0 not in kinds
+    for of_rows, of_columns in ((kinds[0], 0), (0, kinds[1])) if apart else (tuple(kinds),):
+        entries = group if 2 in (of_rows, of_columns) else 16
+        kernel, height, width, warps = _specialized(of_rows, of_columns, rounds_transform, entries)
+        programs = min(_WARPS // warps, -(-M // height) * -(-N // width))
+        arguments = (x, amaxes, *(x if each is None else each for each in signs), M, N, x.stride(0))
+        kernel.launch(programs, device, arguments, specialized_on(arguments))
     return amaxes

@@ -18,7 +18,7 @@ from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.philox.triton import draw_bits, place
 from megatron_lowprec.kernels.quantize.rule import MxRule, converts_fp8
-from megatron_lowprec.kernels.quantize.triton_coded import write_tensor_scale
+from megatron_lowprec.kernels.quantize.triton_coded import tensor_amax, write_tensor_scale
 from megatron_lowprec.kernels.quantize.triton_groups import quantize_groups
 from megatron_lowprec.kernels.quantize.triton_ops import transformed
 
@@ -119,8 +119,8 @@ def _grouped_mx_kernel(
     first_n = (tl.program_id(0) % tiles_n) * BN
     matrix, x_ptr, M, first_m = _source_of(table_ptr, tl.program_id(0) // tiles_n, BM, ELEMENT, GROUPS, PADDED)
     out_ptr += tl.load(table_ptr + 2 * GROUPS + matrix) * N
-    amax_ptr += matrix
-    write_tensor_scale(tensor_scale_ptr + matrix, amax_ptr, (first_m == 0) & (first_n == 0), MX)
+    amax = tensor_amax(amax_ptr + matrix, MX)
+    write_tensor_scale(tensor_scale_ptr + matrix, amax, (first_m == 0) & (first_n == 0), MX)
     key0 = tl.load(table_ptr + 4 * GROUPS + matrix).to(tl.int32).to(tl.uint32, bitcast=True)
     key1 = tl.load(table_ptr + 5 * GROUPS + matrix).to(tl.int32).to(tl.uint32, bitcast=True)
     scale_key0 = tl.load(table_ptr + 6 * GROUPS + matrix).to(tl.int32).to(tl.uint32, bitcast=True)
@@ -146,7 +146,7 @@ def _grouped_mx_kernel(
             n_gate_offset,
             n_gate_stride,
             signs_ptr,
-            amax_ptr,
+            amax,
             key0,
             key1,
             scale_key0,
@@ -171,7 +171,7 @@ def _grouped_mx_kernel(
             m_gate_offset,
             m_gate_stride,
             signs_ptr,
-            amax_ptr,
+            amax,
             key0,
             key1,
             scale_key0,

@@ -27,10 +27,14 @@ def tilings_of(group: int, rows: bool, columns: bool, transformed: bool, stochas
 
     Programs have few warps, since warps share no data; docs/design/kernels.md lists the alternatives tried.
     """
+    sizes: tuple[tuple[int, int, int], ...]
     if group <= 16:  # several groups a thread share addresses and the tensor's scale
         sizes = ((16, 64, 1), (16, 128, 2), (16, 128, 1), (16, 256, 2)) if columns else _OF_SHORT_ROWS
         return tuple(Tiling(*size, None) for size in sizes)
-    limit = 128 if transformed and stochastic and group <= 64 else None
+    if group > LONGEST_FUSED:  # programs of one warp first: two wait at a barrier for each part of their exchange
+        sizes = ((group, 32, 1), (group, 64, 2)) if columns else ((32, group, 1), (4, group * 8, 1))
+        return tuple(Tiling(*size, None) for size in sizes)
+    limit = 128 if transformed and stochastic else None
     if rows and columns:
         first = Tiling(group, 64, 2, limit) if transformed or stochastic else Tiling(group, 128, 4, limit)
     elif columns:
@@ -43,11 +47,9 @@ def tilings_of(group: int, rows: bool, columns: bool, transformed: bool, stochas
         if group <= 32:
             others.append(Tiling(group, 64, 1, limit))
     elif columns:
-        # parts of a long group in several threads repeat work in several layouts
-        warps = 1 if group > LONGEST_FUSED else first.warps
-        others.append(first._replace(columns=max(32, first.columns // 2), warps=warps))
+        others.append(first._replace(columns=max(32, first.columns // 2)))
     else:
         others.append(first._replace(rows=first.rows * 2, warps=first.warps * 2))
         # one warp exchanges no data through shared memory; two short groups a thread share addresses and masks
-        others.append(Tiling(4, max(512, group * 8), 1, limit))
+        others.append(Tiling(4, 512, 1, limit))
     return tuple(dict.fromkeys((first, *others)))

@@ -17,7 +17,7 @@ from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.philox.triton import place
 from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule, converts_fp8
 from megatron_lowprec.kernels.quantize.tilings import LONGEST_FUSED, Tiling, tilings_of
-from megatron_lowprec.kernels.quantize.triton_coded import write_tensor_scale
+from megatron_lowprec.kernels.quantize.triton_coded import tensor_amax, write_tensor_scale
 from megatron_lowprec.kernels.quantize.triton_groups import quantize_groups
 from megatron_lowprec.kernels.quantize.triton_ops import groups_in_threads, widened
 from megatron_lowprec.kernels.tuning import Tuned
@@ -90,19 +90,25 @@ def _mx_kernel(
     out_offsets = rows.to(tl.int64)[:, None] * N + cols[None, :]
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     if MX.ALONG_ROWS:
-        write_tensor_scale(tensor_scale_ptr, row_amax_ptr, tile == 0, MX)
+        row_amax = tensor_amax(row_amax_ptr, MX)
+        write_tensor_scale(tensor_scale_ptr, row_amax, tile == 0, MX)
         P: tl.constexpr = BM * BN // GROUP
         PER_ROW: tl.constexpr = BN // GROUP
         group = tl.arange(0, P)
         if MX.PACKED:  # two bf16 numbers a word, each widened by one integer operation
-            pairs = first_n // 2 + tl.arange(0, BN // 2)
-            words = tl.load(
-                x_ptr.to(tl.pointer_type(tl.int32)) + rows.to(tl.int64)[:, None] * (stride // 2) + pairs[None, :],
-                mask=(rows < M)[:, None] & (pairs < N // 2)[None, :],
-                other=0,
-            )
-            words = tl.trans(tl.reshape(words, [P, GROUP // 2]))
-            y = tl.reshape(tl.permute(widened(words), (0, 2, 1)), [GROUP, P])
+            words_ptr = x_ptr.to(tl.pointer_type(tl.int32))
+            if GROUP == 16:  # a thread reads a group in two vectors
+                m, pair = first_m + group // PER_ROW, first_n // 2 + (group % PER_ROW) * 8
+                words_ptr += m.to(tl.int64)[:, None] * (stride // 2) + pair[:, None] + tl.arange(0, 4)[None, :]
+                inside = ((m < M) & (pair < N // 2))[:, None]
+                first, second = tl.load(words_ptr, mask=inside, other=0), tl.load(words_ptr + 4, mask=inside, other=0)
+                words = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), [P, GROUP // 2])
+            else:
+                pairs = first_n // 2 + tl.arange(0, BN // 2)
+                words_ptr += rows.to(tl.int64)[:, None] * (stride // 2) + pairs[None, :]
+                words = tl.load(words_ptr, mask=(rows < M)[:, None] & (pairs < N // 2)[None, :], other=0)
+                words = tl.reshape(words, [P, GROUP // 2])
+            y = tl.reshape(tl.permute(widened(tl.trans(words)), (0, 2, 1)), [GROUP, P])
         else:
             x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
             y = tl.trans(tl.reshape(x, [P, GROUP])).to(tl.float32)
@@ -116,7 +122,7 @@ def _mx_kernel(
             n_gate_offset,
             n_gate_stride,
             row_signs_ptr,
-            row_amax_ptr,
+            row_amax,
             rk0.to(tl.uint32, bitcast=True),
             rk1.to(tl.uint32, bitcast=True),
             row_scale_k0.to(tl.uint32, bitcast=True),
@@ -139,10 +145,11 @@ def _mx_kernel(
             block = (m.to(tl.int64) * (N // MX.BLOCK) + first_column // MX.BLOCK)[None, :]
             tl.store(row_scale_ptr + block + tl.arange(0, BLOCKS)[:, None], byte.to(tl.uint8), mask=inside)
     if MX.ALONG_COLUMNS:
-        write_tensor_scale(tensor_scale_ptr + 1, col_amax_ptr, tile == 0, MX)
+        col_amax = tensor_amax(col_amax_ptr, MX)
+        write_tensor_scale(tensor_scale_ptr + 1, col_amax, tile == 0, MX)
         # after the rowwise part this read hits the cache: registers for the tile are better spent on warps
         y = tl.load(x_ptr + offsets, mask=mask, other=0.0)
-        y = groups_in_threads(y) if MX.HADAMARD and GROUP == 128 else y.to(tl.float32)
+        y = groups_in_threads(y) if MX.BLOCK_ROWS == 1 and (MX.SCALE_MANTISSA > 0 or GROUP == 128) else y.to(tl.float32)
         n = cols
         first_column = tl.full([BN], first_m, tl.int32)
         out, byte = quantize_groups(
@@ -153,7 +160,7 @@ def _mx_kernel(
             m_gate_offset,
             m_gate_stride,
             col_signs_ptr,
-            col_amax_ptr,
+            col_amax,
             ck0.to(tl.uint32, bitcast=True),
             ck1.to(tl.uint32, bitcast=True),
             col_scale_k0.to(tl.uint32, bitcast=True),

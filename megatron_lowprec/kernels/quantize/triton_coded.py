@@ -20,16 +20,27 @@ _MSE, _ABS_MAX = tl.constexpr(rule.MEASURES["mse"]), tl.constexpr(rule.MEASURES[
 
 
 @triton.jit
-def tensor_scale(amax_ptr, MX: tl.constexpr):
-    """Encode scale, decode scale and shortfall of a tensor, fp32 [1, 1], from the amax at ``amax_ptr``."""
-    amax = tl.load(amax_ptr + tl.zeros([1, 1], tl.int32))
-    target = tl.full([1, 1], MX.TARGET, tl.float32)
-    one = tl.full([1, 1], 1.0, tl.float32)
+def tensor_amax(amax_ptr, MX: tl.constexpr):
+    """The tensor's amax for ``tensor_scale``; 0 for a rule without one.
+
+    A number that is loaded once. From a tensor of one entry, Triton's several layouts each load and divide again.
+    """
+    amax = 0.0
+    if MX.TARGET > 0:
+        amax = tl.load(amax_ptr)
+    return amax
+
+
+@triton.jit
+def tensor_scale(amax, MX: tl.constexpr):
+    """Encode scale, decode scale and shortfall of a tensor, fp32, from its amax."""
+    target = tl.full([], MX.TARGET, tl.float32)
+    one = tl.full([], 1.0, tl.float32)
     known = tl.where(amax == 0.0, target, amax)
     if (_DIVIDES >> MX.RULE) & 1:
         if (_IN_STEPS >> MX.RULE) & 1:
-            of_scales = tl.full([1, 1], MX.TARGET / MX.LARGEST, tl.float32)
-            decode = tl.div_rn(tl.div_rn(known, of_scales), tl.full([1, 1], MX.LARGEST, tl.float32))
+            of_scales = tl.full([], MX.TARGET / MX.LARGEST, tl.float32)
+            decode = tl.div_rn(tl.div_rn(known, of_scales), tl.full([], MX.LARGEST, tl.float32))
             decode = tl.where(amax == 0.0, one, decode)
         else:
             decode = tl.div_rn(known, target)
@@ -39,17 +50,16 @@ def tensor_scale(amax_ptr, MX: tl.constexpr):
         decode = tl.minimum(tl.div_rn(one, encode), _FP32_MAX)
     shortfall = tl.where(encode == _FP32_MAX, tl.div_rn(known * encode, target), one)
     finite = (amax.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
-    nan = tl.full([1, 1], 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
+    nan = tl.full([], 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
     return tl.where(finite, encode, nan), tl.where(finite, decode, nan), shortfall
 
 
 @triton.jit
-def write_tensor_scale(out_ptr, amax_ptr, first, MX: tl.constexpr):
+def write_tensor_scale(out_ptr, amax, first, MX: tl.constexpr):
     """Write a tensor's decode scale to ``out_ptr``, if there is one, in the ``first`` program."""
     if MX.TARGET > 0:
-        _, decode, _ = tensor_scale(amax_ptr, MX)
-        zero = tl.zeros([1, 1], tl.int32)
-        tl.store(out_ptr + zero, decode, mask=first & (zero == 0))
+        _, decode, _ = tensor_scale(amax, MX)
+        tl.store(out_ptr, decode, mask=first)
 
 
 @triton.jit
@@ -114,15 +124,26 @@ def _candidate(
 
 
 @triton.jit
-def sum_by_halves(x, LENGTH: tl.constexpr):
-    """[A, LENGTH, P] -> [A, P]: ``blocks.block_sum`` along dimension 1."""
+def _plus(a, b):
+    return a + b
+
+
+@triton.jit
+def by_halves(x, LENGTH: tl.constexpr, COMBINE: tl.constexpr):
+    """[A, LENGTH, P] -> [A, P]: dimension 1 reduced by ``COMBINE`` of its halves, until one entry is left."""
     A: tl.constexpr = x.shape[0]
     P: tl.constexpr = x.shape[2]
     for s in tl.static_range(8):
         if (LENGTH >> s) > 1:
             first, second = tl.split(tl.permute(tl.reshape(x, [A, 2, LENGTH >> (s + 1), P]), (0, 2, 3, 1)))
-            x = first + second
+            x = COMBINE(first, second)
     return tl.reshape(x, [A, P])
+
+
+@triton.jit
+def sum_by_halves(x, LENGTH: tl.constexpr):
+    """[A, LENGTH, P] -> [A, P]: ``blocks.block_sum`` along dimension 1."""
+    return by_halves(x, LENGTH, _plus)
 
 
 @triton.jit
@@ -156,7 +177,11 @@ def amax_of_blocks(magnitude, MX: tl.constexpr):
     """[BLOCKS, BLOCK, P] -> largest entry of each block, [BLOCKS, P]."""
     BLOCKS: tl.constexpr = magnitude.shape[0]
     P: tl.constexpr = magnitude.shape[2]
-    amax = tl.reduce(magnitude, 1, larger)
+    if MX.BLOCK_ROWS == 1 and MX.SCALE_MANTISSA > 0:
+        # in one order whatever the layout: two that Triton makes merge again, and their divisions
+        amax = by_halves(magnitude, MX.BLOCK, larger)
+    else:
+        amax = tl.reduce(magnitude, 1, larger)
     if MX.BLOCK_ROWS > 1:  # neighbours along P share a block
         shared = amax_along(tl.reshape(amax, [BLOCKS, P // MX.BLOCK_ROWS, MX.BLOCK_ROWS]), 2)
         amax = over_lanes(tl.reshape(shared, [BLOCKS, P // MX.BLOCK_ROWS]), MX.BLOCK_ROWS)
@@ -177,20 +202,20 @@ def _error_of(elements, value, in_scales, MX: tl.constexpr):
 
 
 @triton.jit
-def quantize_coded(blocks, amax, amax_ptr, draws, scale_draws, unit, MX: tl.constexpr):
+def quantize_coded(blocks, amax, amax_of_tensor, draws, scale_draws, unit, MX: tl.constexpr):
     """Elements of [BLOCKS, BLOCK, P] fp32, and values of its scales [BLOCKS, P], from the blocks' amaxes."""
     BLOCKS: tl.constexpr = blocks.shape[0]
     P: tl.constexpr = blocks.shape[2]
-    encode_above = tl.full([1, 1], 1.0, tl.float32)
+    encode_above = tl.full([], 1.0, tl.float32)
     decode_above, shortfall = encode_above, encode_above
     if MX.TARGET > 0:
-        encode_above, decode_above, shortfall = tensor_scale(amax_ptr, MX)
+        encode_above, decode_above, shortfall = tensor_scale(amax_of_tensor, MX)
     value, v, elements = _candidate(blocks, amax, encode_above, decode_above, draws, scale_draws, unit, 1.0, MX)
     if MX.FOUR_OVER_SIX > 0:
         value_4, v_4, elements_4 = _candidate(
             blocks, amax, encode_above, decode_above, draws, scale_draws, unit, _AT_FOUR, MX
         )
-        in_scales = blocks * encode_above[:, None, :]
+        in_scales = blocks * encode_above
         error = _error_of(elements, value * shortfall, in_scales, MX)
         at_four = _error_of(elements_4, value_4 * shortfall, in_scales, MX) < error
         value = tl.where(at_four, value_4, value)

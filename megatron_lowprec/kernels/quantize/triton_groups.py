@@ -40,7 +40,7 @@ def quantize_groups(
     gate_offset,
     gate_stride,
     signs_ptr,
-    amax_ptr,
+    amax_of_tensor,
     key0,
     key1,
     scale_key0,
@@ -73,13 +73,13 @@ def quantize_groups(
             zero = tl.zeros([1, 1], tl.uint32)
             words, _, _, _ = philox(call, row[None, :], zero + step, zero + microbatch, scale_key0, scale_key1)
             scale_draws = words & 0xFFFF
-        elements, decode = quantize_coded(blocks, amax, amax_ptr, draws, scale_draws, unit, MX)
+        elements, decode = quantize_coded(blocks, amax, amax_of_tensor, draws, scale_draws, unit, MX)
         is_nan = decode != decode
         byte = decode
         if MX.CODE_BITS > 0:
             byte = element_codes(decode, MX.SCALE_MANTISSA, MX.SCALE_MIN_EXPONENT, 8, MX.SCALE_NAN_CODE, is_nan)
         if MX.WHOLE:
-            _, above, _ = tensor_scale(amax_ptr, MX)
+            _, above, _ = tensor_scale(amax_of_tensor, MX)
             decode = decode * above
     else:
         byte = e8m0(amax, MX)

@@ -67,7 +67,15 @@ def rounded_to(y, DTYPE: tl.constexpr):
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
             y = tl.where(y == y, bits.to(tl.float32, bitcast=True), y)
         else:
-            y = y.to(tl.bfloat16).to(tl.float32)
+            # between a cast and its inverse Triton would change the layout, and compute the transform in two
+            y = tl.inline_asm_elementwise(
+                "{.reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, -65536;}",
+                "=r,=r,r,r",
+                [y.to(tl.int32, bitcast=True)],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=2,
+            ).to(tl.float32, bitcast=True)
     return y
 
 

@@ -49,7 +49,7 @@ class SavedGroup:
     @staticmethod
     def of(x: torch.Tensor | QuantizedTensor | GroupOperand, weights: Sequence[torch.Tensor]) -> SavedGroup:
         """Saves x for all experts, or its operand of wgrad."""
-        experts = tuple(SavedForBackward(weight, None, None, None, None, _NO_INPUT) for weight in weights)
+        experts = tuple(SavedForBackward(weight, None, None, None, None, None, _NO_INPUT) for weight in weights)
         if isinstance(x, QuantizedTensor):
             return SavedGroup(*x.rowwise(), experts, x.spec)
         if isinstance(x, GroupOperand):
@@ -244,7 +244,7 @@ class GroupedLinearGemms:
             if has_dw:
                 x_or_data = x if one.layout.spec is None else one.input()
                 assert x_or_data is not None
-                dw.append(expert.wgrad(grad, x_or_data, rng_step, accumulate_into=total))
+                dw.append(expert.wgrad(grad, x_or_data, rng_step, total, input_amax=one.input_amax))
         if out is not None and dw:
             torch._foreach_copy_(list(out), dw)
         return torch.cat(parts) if has_dx else None, dw or none

@@ -51,6 +51,7 @@ class SavedForBackward(NamedTuple):
         x_scale: decode scale of the data; None if x is unquantized, or block scales are multiplied into the data.
         x_tensor_scale: decode scale of the tensor above block scales, or None.
         weight_amax: fp32 [1], for ``LinearGemms.dgrad``.
+        input_amax: fp32 [1], for ``LinearGemms.wgrad``, of its operand; None if it finds it.
     """
 
     weight: torch.Tensor
@@ -58,6 +59,7 @@ class SavedForBackward(NamedTuple):
     x_scale: torch.Tensor | None
     x_tensor_scale: torch.Tensor | None
     weight_amax: torch.Tensor | None
+    input_amax: torch.Tensor | None
     layout: InputLayout
 
     @staticmethod
@@ -66,23 +68,25 @@ class SavedForBackward(NamedTuple):
         x: torch.Tensor | CastPrologue | QuantizedTensor,
         quantized: QuantizedTensor,
         weight_amax: torch.Tensor | None,
+        input_amax: torch.Tensor | None = None,
     ) -> SavedForBackward:
         """Saves columnwise data of the quantized x if present, else x if it is in memory."""
         if quantized.columnwise_data is not None:
             layout = InputLayout(x.shape, quantized.spec, transform=quantized.columnwise_transform)
             scales = quantized.columnwise_scale, quantized.columnwise_tensor_scale
-            return SavedForBackward(weight, quantized.columnwise_data, *scales, weight_amax, layout)
+            return SavedForBackward(weight, quantized.columnwise_data, *scales, weight_amax, None, layout)
         in_memory = x if isinstance(x, torch.Tensor) else None
-        return SavedForBackward(weight, in_memory, None, None, weight_amax, InputLayout(x.shape))
+        return SavedForBackward(weight, in_memory, None, None, weight_amax, input_amax, InputLayout(x.shape))
 
     def with_codes(self, codes: QuantizedTensor) -> SavedForBackward:
         """Saves the rowwise codes of this rank's tokens in place of x; codes that move have no tensor scale."""
         layout = InputLayout(self.layout.shape, codes.spec, rowwise=True)
-        return SavedForBackward(self.weight, codes.rowwise_data, codes.rowwise_scale, None, self.weight_amax, layout)
+        data = self.weight, codes.rowwise_data, codes.rowwise_scale
+        return SavedForBackward(*data, None, self.weight_amax, None, layout)
 
     def without_input(self) -> SavedForBackward:
         """For a layer whose backward pass recomputes x, or whose frozen weight has no wgrad."""
-        return SavedForBackward(self.weight, None, None, None, self.weight_amax, self.layout)
+        return self._replace(x=None, x_scale=None, x_tensor_scale=None)
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All fields but ``layout``, in order."""

@@ -167,7 +167,7 @@ class LinearGemms:
         """
         self.backends.resolve(w_OI)
         backends = self.backends.of(x_TI)
-        backend = backends.gemms["fprop"]
+        backend, input_amax = backends.gemms["fprop"], None
         if isinstance(x_TI, QuantizedTensor):
             x = x_TI
         else:
@@ -175,14 +175,19 @@ class LinearGemms:
             both = cast is not None and cast.fuses_directions("input", x_TI, rng_step)
             request = (BOTH if both else ROWWISE)[update_amax]
             request = request if gather is None else request._replace(codes=True)
-            x, _ = backend.quantize("input", x_TI, rng_step, request, None if amax is None else KnownAmax(amax))
+            known = None if amax is None else KnownAmax(amax)
+            if save_input and not both and gather is None and isinstance(x_TI, torch.Tensor):
+                amaxes = backend.input_amaxes(x_TI, rng_step) if backends.gemms["wgrad"] is backend else None
+                if amaxes is not None:
+                    known, input_amax = KnownAmax(amaxes[0], reduced=True), amaxes[1]
+            x, _ = backend.quantize("input", x_TI, rng_step, request, known)
         codes = None
         if gather is not None or (isinstance(x_TI, QuantizedTensor) and x.columnwise_data is None):
             codes, x = x, self._from_codes("input", x if gather is None else gather(x), columnwise=False)
         w, weight_amax = self._stored_weight("fprop", w_OI, backend, update_amax), None
         caches = update_amax and self.caches_copies
         cached = self.caches_copies and self.weight_cache.holds("fprop")
-        if save_input and w is None and backend.fuses_producer and not cached:
+        if save_input and w is None and not cached:
             weight_amax = backend.weight_amax(w_OI)
         if w is None:
             both = caches and self._caches_both(backends, w_OI, rng_step)
@@ -192,7 +197,7 @@ class LinearGemms:
             if caches:
                 self.weight_cache.put("fprop", backend.name, w)
         y = backend.gemm("fprop", x, w, x_TI.dtype, bias=bias_O)
-        saved = SavedForBackward.of(w_OI, x_TI if layer_input is None else layer_input, x, weight_amax)
+        saved = SavedForBackward.of(w_OI, x_TI if layer_input is None else layer_input, x, weight_amax, input_amax)
         return y, saved if codes is None else saved.with_codes(codes)
 
     def saves_codes(self, x: torch.Tensor) -> bool:
@@ -310,6 +315,7 @@ class LinearGemms:
         rng_step: RngStep,
         accumulate_into: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
+        input_amax: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``dw_OI = dy_TO.T @ x_TI`` in the dtype of dy, or added in fp32 to ``accumulate_into``, which is returned.
 
@@ -317,6 +323,7 @@ class LinearGemms:
             x: x_TI, or the result of ``SavedForBackward.input``; a computed prologue only if ``supported_fusion`` is
                 "source". Rowwise codes with scales along features are dequantized and quantized along tokens.
             amax: the same as in ``forward``.
+            input_amax: of ``SavedForBackward``.
         """
         dy = dy if isinstance(dy, GradOutput) else GradOutput(dy)
         backend, quantized = self.backends.of(dy.matrix).gemms["wgrad"], dy.quantized
@@ -327,7 +334,9 @@ class LinearGemms:
         else:
             # fprop by the same spec has recorded the amax
             request = COLUMNWISE[dy.update_amax and not self.backends.one_spec["input"]]
-            x, _ = backend.quantize("input", x, rng_step, request, None if amax is None else KnownAmax(amax))
+            known = None if amax is None else KnownAmax(amax)
+            known = known if input_amax is None else KnownAmax(input_amax, reduced=True)
+            x, _ = backend.quantize("input", x, rng_step, request, known)
         if quantized is None or quantized.columnwise_data is None:
             quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, COLUMNWISE[dy.update_amax])
         overwrite = accumulate_into is not None and self.main_grad_is_zero

@@ -53,7 +53,7 @@ class _LinearFunction(torch.autograd.Function):
             gemms = backward_gemms(needs_x, needs_w)
             dy = linear_gemms.grad_output(dy, ctx.rng_step, bias=needs_b, update_amax=ctx.update_amax, gemms=gemms)
             dx = linear_gemms.dgrad(dy, saved.weight, ctx.rng_step, saved.weight_amax) if needs_x else None
-            dw = linear_gemms.wgrad(dy, saved.input(), ctx.rng_step) if needs_w else None
+            dw = linear_gemms.wgrad(dy, saved.input(), ctx.rng_step, input_amax=saved.input_amax) if needs_w else None
         return dx, dw, dy.bias, None, None, None
 
 

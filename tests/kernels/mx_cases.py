@@ -328,6 +328,7 @@ def quartet2_recipe() -> Recipe:
 def linear_differences() -> list[str]:
     """A layer's GEMMs with operands by the interpreted kernel and by the reference: the host's side of the path."""
     from megatron_lowprec.kernels import dispatch
+    from megatron_lowprec.kernels.amax import triton as amax
     from megatron_lowprec.kernels.quantize import triton
     from megatron_lowprec.linear.linear_gemms import LinearGemms
     from megatron_lowprec.linear.linear_id import LinearId
@@ -338,25 +339,33 @@ def linear_differences() -> list[str]:
     x, w, dy = (torch.randn(size, generator=generator).bfloat16() for size in ((70, 64), (192, 64), (70, 192)))
     place = LinearId(3, "mlp.linear_fc1", spans={"O": ShardSlice(192, gate_offset=96, gate_stride=192)}, split="O")
     lines = []
-    for recipe, launches in (
-        (get_recipe("mxfp4_rht_sr"), 5),  # a call for both directions of dy makes one for each
-        (quartet2_recipe(), 9),  # twice for the operands of fprop that dgrad and wgrad take
-        (nvfp4_recipe(), 5),  # one for the weight, along columns, serves both GEMMs and is made by another
-        (two_outputs_recipe(), 2),  # no call for both directions
+    for recipe, caches, launches, amaxes in (
+        (get_recipe("mxfp4_rht_sr"), True, 5, 0),  # a call for both directions of dy makes one for each
+        # twice for the operands of fprop that dgrad and wgrad take; the amax of fprop's x serves wgrad
+        (quartet2_recipe(), True, 9, 6),
+        (quartet2_recipe(), False, 9, 5),  # and that of its w dgrad
+        (nvfp4_recipe(), True, 5, 3),  # one for the weight, along columns, serves both GEMMs and is made by another
+        (nvfp4_recipe(), False, 6, 3),
+        (two_outputs_recipe(), True, 2, 2),  # no call for both directions
     ):
 
-        def products(recipe: Recipe = recipe) -> list[torch.Tensor]:
-            run = LinearGemms(recipe, place, 1, AmaxHistory, lambda amax: amax * 1.5, cache_weights=True)
-            both = run.grad_output(dy, MOMENT)
-            total = torch.zeros(192, 64)
-            return [run.fprop(x, w, MOMENT), run.dgrad(both, w, MOMENT), run.wgrad(both, x, MOMENT, total)]
+        def products(recipe: Recipe = recipe, caches: bool = caches) -> list[torch.Tensor]:
+            run = LinearGemms(recipe, place, 1, AmaxHistory, lambda amax: amax * 1.5, cache_weights=caches)
+            y, saved = run.forward(x, w, MOMENT, save_input=True)
+            both, total = run.grad_output(dy, MOMENT), torch.zeros(192, 64)
+            dx = run.dgrad(both, w, MOMENT, saved.weight_amax)
+            return [y, dx, run.wgrad(both, saved.input(), MOMENT, total, input_amax=saved.input_amax)]
 
-        want, quantize_mx = products(), triton.quantize_mx
-        fused = patch.object(dispatch, "has_mx_kernel", lambda _, rule: rule is not None)
-        with fused, patch.object(triton, "quantize_mx", side_effect=quantize_mx) as taken:
+        want, quantize_mx, operand_amaxes = products(), triton.quantize_mx, amax.operand_amaxes
+        with (
+            patch.object(dispatch, "has_mx_kernel", lambda _, rule: rule is not None),
+            patch.object(triton, "quantize_mx", side_effect=quantize_mx) as taken,
+            patch.object(amax, "operand_amaxes", side_effect=operand_amaxes) as found,
+        ):
             got = products()
-        if taken.call_count != launches:
-            lines.append(f"{recipe.name}: {taken.call_count} launches of the fused kernel instead of {launches}")
+        for made, expected, what in ((taken, launches, "the fused kernel"), (found, amaxes, "amaxes of operands")):
+            if made.call_count != expected:
+                lines.append(f"{recipe.name}: {made.call_count} calls for {what} instead of {expected}")
         lines += [
             f"{recipe.name}: {gemm} differs"
             for gemm, a, b in zip("fdw", got, want, strict=True)

@@ -118,7 +118,7 @@ class GemmBackend(ABC):
 
         Args:
             tensor: "input", "weight" or "grad_output". ``SIDES`` lists the GEMMs that contract its rows and columns.
-            amax: for a current scale, if known.
+            amax: for a current scale, if known; of ``input_amaxes`` for a transformed operand.
         """
 
     def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor | None:
@@ -191,6 +191,13 @@ class GemmBackend(ABC):
 
     def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
         """fp32 [1] over the ranks that hold parts, if fprop and dgrad share one current scale of w; else None."""
+        return None
+
+    def input_amaxes(self, x_TI: torch.Tensor, rng_step: RngStep) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """fp32 [1] for ``quantize`` of x rowwise, and for that columnwise, over all ranks, found in one read.
+
+        None where that saves no read.
+        """
         return None
 
     def error_stats(self, name: str, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:

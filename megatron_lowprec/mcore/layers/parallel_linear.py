@@ -97,7 +97,7 @@ def gradients(
             x, amax = recompute()
         else:
             x, amax = saved.input(), None
-        dw = layer.accumulate_wgrad(linear_gemms, grad, x, saved.weight, rng_step, amax)
+        dw = layer.accumulate_wgrad(linear_gemms, grad, x, saved.weight, rng_step, amax, saved.input_amax)
     if reducing is not None:
         reducing.wait()
     return dx, dw, grad.bias
@@ -237,10 +237,11 @@ class LowPrecLinearMixin:
         weight: torch.Tensor,
         rng_step: RngStep,
         amax: torch.Tensor | None = None,
+        input_amax: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The weight gradient; or, once accumulated into an fp32 ``main_grad``, a dummy that DDP's hook drops."""
         main_grad = self.fp32_main_grad(weight)
-        dw = linear_gemms.wgrad(dy, x, rng_step, accumulate_into=main_grad, amax=amax)
+        dw = linear_gemms.wgrad(dy, x, rng_step, accumulate_into=main_grad, amax=amax, input_amax=input_amax)
         return dw if main_grad is None else added_to_main_grad(weight)
 
     def _forward_impl(

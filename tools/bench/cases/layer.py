@@ -46,7 +46,7 @@ def tensors(shape: LinearShape, tokens: int, device: torch.device, generator: to
 
 def unquantized(x: torch.Tensor, weight: torch.Tensor) -> SavedForBackward:
     """x and the weight themselves, saved for backward."""
-    return SavedForBackward(weight, x, None, None, None, InputLayout(x.shape))
+    return SavedForBackward(weight, x, None, None, None, None, InputLayout(x.shape))
 
 
 class RecipeGemms:
@@ -83,7 +83,7 @@ class RecipeGemms:
         """dx_TI; adds the weight gradient to ``main_grad``, or writes it in the first microbatch of a step."""
         grad = self.linear_gemms.grad_output(dy, self.rng_step)
         dx = self.linear_gemms.dgrad(grad, saved.weight, self.rng_step, saved.weight_amax)
-        self.linear_gemms.wgrad(grad, saved.input(), self.rng_step, accumulate_into=main_grad)
+        self.linear_gemms.wgrad(grad, saved.input(), self.rng_step, main_grad, input_amax=saved.input_amax)
         return dx
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from megatron_lowprec.kernels.mx_gemm.operand import aligned_codes
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import block_amax, encode, scale_blocks
 from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule
+from megatron_lowprec.linear.backends.emulated.product_operand import ProductOperand
 from megatron_lowprec.linear.backends.protocol import (
     CastRequest,
     GemmBackend,
@@ -87,7 +88,7 @@ class EmulatedGemms(GemmBackend):
         request: CastRequest,
         amax: KnownAmax | None = None,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-        """As ``GemmBackend``; takes the amax from the matrix, leaves sums to the caller."""
+        """As ``GemmBackend``; takes only amaxes over all ranks, and leaves sums to the caller."""
         frozen = matrix if isinstance(matrix, FrozenWeight) else None
         matrix, (rowwise, columnwise, update_amax, _, codes) = in_memory(matrix), request
         name = SIDES[tensor][not rowwise]
@@ -100,14 +101,17 @@ class EmulatedGemms(GemmBackend):
             history, slot = self._amax.histories[tensor]
             history.update_amax(slot, block_amax(matrix, (matrix.shape[0], matrix.shape[1])))
         of_fprop = matrix if frozen is None else frozen
-        source = matrix if spec.source == "original" else self._of_fprop(tensor, of_fprop, rng_step)
+        known = amax.value if amax is not None and amax.reduced else None
+        source = matrix
+        if spec.source == "fprop":
+            source, known = self._of_fprop(tensor, of_fprop, rng_step, known), None
         operand, transform = source if rowwise else source.t(), self.transform(name, rng_step)
         other = SIDES[tensor][1] if rowwise and columnwise else None
         by_column = None if other is None else self.transform(other, rng_step)
         rule = mx_rule(spec, _transform_spec(transform, by_column))
         if self.by_kernel and fuses_mx(operand, rule, _transform_block(transform, by_column), codes):
             ways = {name: transform} if other is None else {name: transform, other: by_column}
-            arguments = self._cast_arguments(tensor, operand, rule, ways, rng_step)
+            arguments = self._cast_arguments(tensor, operand, rule, ways, rng_step, known)
             cast: MxCast = load("quantize").quantize_mx(**arguments, codes=codes, out_dtype=matrix.dtype)
             made, scale, of_tensor = cast.direction(operand.stride(1) == 1)
             assert made is not None
@@ -167,7 +171,9 @@ class EmulatedGemms(GemmBackend):
             of_tensor = data.new_empty(_whole_blocks(data, spec.outer_block or data.shape), dtype=torch.float32)
         return quantized_direction(matrix, spec, not columnwise, data, transform, scale, of_tensor)
 
-    def _of_fprop(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
+    def _of_fprop(
+        self, tensor: str, matrix: torch.Tensor, rng_step: RngStep, amax: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """fp32 values of fprop's operand. Beside a tensor scale they are dequantized from codes: one rounding less."""
         if isinstance(matrix, GatheredWeight):
             return matrix.fprop_values()
@@ -178,7 +184,7 @@ class EmulatedGemms(GemmBackend):
         rule = mx_rule(spec)
         fuses = self.by_kernel and rule is not None and rule.target is not None and fuses_mx(matrix, rule)
         if fuses and spec.headroom == 1.0 and self.transform("fprop", rng_step) is None:
-            arguments = self._cast_arguments(tensor, matrix, rule, {"fprop": None}, rng_step)
+            arguments = self._cast_arguments(tensor, matrix, rule, {"fprop": None}, rng_step, amax)
             cast: MxCast = load("quantize").quantize_mx(**arguments, whole=True, out_dtype=torch.float32)
             values = cast.direction(matrix.stride(1) == 1)[0]
             assert values is not None
@@ -229,7 +235,7 @@ class EmulatedGemms(GemmBackend):
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As ``GemmBackend``; the bias is added after rounding, as Megatron-core's layers do."""
-        left, right = _side(a, name == "wgrad"), _side(b, name != "fprop")
+        left, right = ProductOperand.of(a, name == "wgrad"), ProductOperand.of(b, name != "fprop")
         y = gemm(
             left.data,
             right.data,
@@ -244,6 +250,43 @@ class EmulatedGemms(GemmBackend):
             product=None if left.scale is None else self.products.get(name),  # an expert without tokens has no scales
         )
         return y if bias is None else add_bias_(y, bias)
+
+    def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
+        """As ``GemmBackend``: for a tensor scale, where no transform comes between."""
+        spec = self.specs["dgrad", "weight"]
+        transformed = spec is not None and spec.source == "original" and self.transforms.of("dgrad") is not None
+        found = None if transformed or isinstance(w_OI, Fp8Weight) else self._amaxes("weight", w_OI, NO_DRAWS)
+        return None if found is None else found[0]
+
+    def input_amaxes(self, x_TI: torch.Tensor, rng_step: RngStep) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As ``GemmBackend``: for tensor scales."""
+        return self._amaxes("input", x_TI, rng_step)
+
+    def _amaxes(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """fp32 [1] each: current amaxes of x or w, rowwise without a transform and columnwise, by one launch.
+
+        An operand with fprop's values begins with fprop's cast, so its amax is fprop's. None for a matrix that the
+        kernel does not read, or without tensor scales.
+        """
+        ways, rounds = list[Direction](), False
+        for name, operand in zip(SIDES[tensor], (matrix, matrix.t()), strict=True):
+            spec = self.specs[name, tensor]
+            if spec is None or spec.tensor_scale is None or spec.scaling == "delayed":
+                return None
+            if spec.source == "fprop":
+                break
+            transform = self.transform(name, rng_step)
+            rule = mx_rule(spec, _transform_spec(transform))
+            fused = self.by_kernel and fuses_mx(operand, rule, _transform_block(transform)) and matrix.stride(1) == 1
+            if rule is None or not fused or (transform is not None and not ways):
+                return None
+            ways.append(self._direction(name, tensor, transform, matrix.device))
+            rounds = rule.rounds_transform
+        by_row, by_column = ways[0], ways[1] if len(ways) > 1 else None
+        found = load("amax").operand_amaxes(matrix, rows=by_row, columns=by_column, rounds_transform=rounds)
+        reduce_amax = self.reduction(SIDES[tensor][0], tensor)
+        of_rows, of_columns = (found if reduce_amax is None else reduce_amax(found)).split(1)
+        return of_rows, of_rows if by_column is None else of_columns
 
     def error_stats(self, name: str, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
         """As ``GemmBackend``, from codes and scales that are not multiplied."""
@@ -277,6 +320,7 @@ class EmulatedGemms(GemmBackend):
         rule: MxRule | None,
         transforms: dict[str, Transform | None],
         rng_step: RngStep,
+        amax: torch.Tensor | None = None,
     ) -> dict[str, Any]:
         """Arguments of ``quantize_mx``, which reads rows that are contiguous: the operand's, or its transpose's.
 
@@ -287,6 +331,7 @@ class EmulatedGemms(GemmBackend):
             rule: one that the kernel has.
             transforms: of the operand's GEMM; with a second GEMM, that of the columnwise data, which are quantized too.
                 Rows are contiguous then.
+            amax: fp32 [1] over all ranks, if known.
         """
         (name, *_), by_rows, device = transforms, operand.stride(1) == 1, operand.device
         spec, stream = self.specs[name, tensor], self.rounding[name, tensor]
@@ -296,7 +341,7 @@ class EmulatedGemms(GemmBackend):
         direction, second = found if len(found) > 1 else (*found, None)
         read, ways = (operand, (direction, second)) if by_rows else (operand.t(), (second, direction))
         known, reduction, spans = (
-            self._known_amax(tensor, spec),
+            self._known_amax(tensor, spec) if amax is None else amax,
             self.reduction(name, tensor),
             (stream.row_span, stream.column_span),
         )
@@ -347,23 +392,3 @@ def _transform_block(*transforms: Transform | None) -> int:
 
 def _transform_spec(*transforms: Transform | None) -> HadamardSpec | None:
     return next((one.spec for one in transforms if one is not None), None)
-
-
-class _Side(NamedTuple):
-    """Operand of a product: data [R, K], scales of its blocks if not in the data, and the scale of the tensor."""
-
-    data: torch.Tensor
-    scale: torch.Tensor | None
-    block: tuple[int, int]
-    alpha: torch.Tensor | None
-
-
-def _side(operand: QuantizedTensor, columnwise: bool) -> _Side:
-    data, scale = operand.columnwise() if columnwise else operand.rowwise()
-    above = operand.columnwise_tensor_scale if columnwise else operand.rowwise_tensor_scale
-    if operand.spec is None:
-        return _Side(data, scale, (1, 1), above)
-    if (outer := operand.spec.outer_block) is None:
-        return _Side(data, scale, block_sizes(operand.spec, data), above)
-    assert scale is None, "fast accumulation of operands with outer blocks is not emulated"
-    return _Side(data, above, outer, None)

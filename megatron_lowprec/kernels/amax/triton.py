@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger, raise_to_amax
+from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger, larger_magnitude, raise_to_amax
+from megatron_lowprec.kernels.interpreted import INTERPRETED
 from megatron_lowprec.kernels.launch import Specialized, specialized_on
 from megatron_lowprec.kernels.quantize.rule import Direction
 from megatron_lowprec.kernels.quantize.triton_ops import groups_in_threads, rounded_to, transformed
@@ -40,7 +41,9 @@ def _operand_amaxes_kernel(
     P: tl.constexpr = BM * BN // GROUP
     tiles_n = tl.cdiv(N, BN)
     tiles = tl.cdiv(M, BM) * tiles_n
-    plain = tl.zeros([BM, BN], tl.float32)  # entry by entry: a reduction of each tile would cross lanes and warps
+    PAIRS: tl.constexpr = tl.bfloat16 == DTYPE and not INTERPRETED
+    # entry by entry: a reduction of each tile would cross lanes and warps
+    plain = tl.zeros([BM, BN], DTYPE if PAIRS else tl.float32)
     of_rows = tl.zeros([1, P], tl.float32)
     of_columns = tl.zeros([1, BN], tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -49,7 +52,7 @@ def _operand_amaxes_kernel(
         offsets = rows.to(tl.int64)[:, None] * stride + cols[None, :]
         x = tl.load(x_ptr + offsets, mask=(rows < M)[:, None] & (cols < N)[None, :], other=0.0)
         if ROWS == _PLAIN or COLUMNS == _PLAIN:
-            plain = larger(plain, tl.abs(x.to(tl.float32)))
+            plain = larger_magnitude(plain, x) if PAIRS else larger(plain, tl.abs(x.to(tl.float32)))
         if ROWS == _TRANSFORMED:
             y = tl.trans(tl.reshape(x, [P, GROUP])).to(tl.float32)
             of_rows = larger(of_rows, amax_along(tl.abs(transformed(y, row_signs_ptr, GROUP, False, DTYPE)), 0))
@@ -58,6 +61,7 @@ def _operand_amaxes_kernel(
             of_columns = larger(of_columns, amax_along(tl.abs(transformed(y, col_signs_ptr, GROUP, False, DTYPE)), 0))
     if ROUNDS:  # a larger entry is not rounded to a smaller one
         of_rows, of_columns = rounded_to(of_rows, DTYPE), rounded_to(of_columns, DTYPE)
+    plain = plain.to(tl.float32)
     if ROWS != _ABSENT:
         raise_to_amax(amax_ptr, plain if ROWS == _PLAIN else of_rows)
     if COLUMNS != _ABSENT:

@@ -24,6 +24,20 @@ def larger(a, b):
 
 
 @triton.jit
+def larger_magnitude(so_far, x):
+    """Entrywise larger of ``so_far`` and the magnitude of x, bf16; NaN compares as the largest. Two at once."""
+    found = tl.inline_asm_elementwise(
+        "{.reg .b32 magnitude; and.b32 magnitude, $2, 0x7fff7fff; max.NaN.bf16x2 $0, $1, magnitude;}",
+        "=r,r,r",
+        [so_far.to(tl.int16, bitcast=True), x.to(tl.int16, bitcast=True)],
+        dtype=tl.int16,
+        is_pure=True,
+        pack=2,
+    )
+    return found.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def raise_to_amax(amax_ptr, x):
     """Raise the fp32 at ``amax_ptr`` to the amax of x [R, C]; a maximum does not depend on the order of programs."""
     amax = amax_along(amax_along(tl.abs(x), 1), 0).to(tl.int32, bitcast=True)

@@ -12,8 +12,8 @@ def specialized_on(arguments: tuple[Any, ...]) -> Hashable:
     return tuple(
         (each.dtype, each.data_ptr() % 16 == 0)
         if isinstance(each, torch.Tensor)
-        else float
-        if isinstance(each, float)
+        else each.__class__
+        if isinstance(each, (bool, float, type(None)))
         else (each == 1, each % 16 == 0, -(2**31) <= each < 2**31)
         for each in arguments
     )
@@ -26,7 +26,7 @@ def launch(
     constants: Mapping[str, Any],
     **options: Any,
 ) -> None:
-    """``kernel[programs](*arguments, **constants, **options)``, on the current device of the first argument, a tensor.
+    """``kernel[programs](*arguments, **constants, **options)``, on the device of the first argument, the current one.
 
     The result must not depend on properties of numbers other than those of ``specialized_on``.
     """

@@ -101,7 +101,7 @@ def differences(case: Case, device: str) -> list[str]:
         scaled = scaled_signs((Key(), Key.of(signs_key)), rng_step, block)[1] if block else None
         matrix = x if way == "r" else x.t()
         if not case.square:
-            matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % (case.block or case.mx)))
+            matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % (block or case.mx)))
         signs = RandomStream(signs_key, MOMENT).signs(block, x.device) if block else None
         if block and case.rounds:
             matrix, signs = hadamard_transform(matrix, signs).to(case.dtype), None
@@ -220,7 +220,10 @@ def nvfp4_cases() -> list[Case]:
         Case(37, 64, bf16, "e1m2", "quotient", sr, 0, "c", random_bits=8, **(scales | {"scale": "ue4m3"})),
         Case(37, 64, bf16, "e4m3", "quotient", nearest, 0, "rc", codes=True, mx=16, scale="ue5m3"),
         Case(70, 64, bf16, "e4m3", "round_up", nearest, 0, "rc", square=True),
-        Case(20, 128, bf16, *nvfp4, nearest, 128, "rc", plain="r", rounds=True, codes=True, **scales),
+        *(
+            Case(20, 128, bf16, *nvfp4, nearest, 128, "rc", plain=way, rounds=True, codes=True, **scales)
+            for way in "rc"
+        ),
         *rival_cases(),
     ]
 

@@ -141,13 +141,13 @@ def test_layer_multiplies_the_references_operands(recipe: str, cache: bool, toke
 @pytest.mark.parametrize("tile", ["tensor", "row"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_older_operator_of_torch_has_the_same_bits(tile: str, biased: bool, fast: bool) -> None:
-    """``torch._scaled_mm``, which Inductor calls in the place of ours on torch 2.13."""
+    """Ours, ``torch._scaled_mm``, beside the operator of ``torch.nn.functional.scaled_mm``."""
     a, b = operand(224, K, tile, "e4m3", 0), operand(256, K, tile, "e4m3", 1)
     bias = torch.randn(256, device="cuda").bfloat16() if biased else None
-    want = multiply(a, b, out_dtype=torch.bfloat16, fast_accumulation=fast, bias=bias)
     (x, x_scale), (w, w_scale) = a.rowwise(), b.rowwise()
     assert x_scale is not None
     assert w_scale is not None
-    scales = {"scale_a": x_scale, "scale_b": w_scale.t()}
-    found = torch._scaled_mm(x, w.t(), **scales, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
-    assert torch.equal(found, want)
+    scaling = ["tensor", "row"].index(tile)  # of torch.nn.functional.ScalingType
+    scales = [x_scale], [scaling], [], [w_scale.t()], [scaling], []
+    want = torch._scaled_mm_v2(x, w.t(), *scales, bias, torch.bfloat16, [], fast)
+    assert torch.equal(multiply(a, b, out_dtype=torch.bfloat16, fast_accumulation=fast, bias=bias), want)

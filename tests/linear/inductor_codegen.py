@@ -270,7 +270,7 @@ def main(recipe: str, *options: str) -> None:
         json.dumps(
             {
                 "casts": sum("planned_cast_kernel" in name for name, _ in launches),
-                "products": len(re.findall(r"\._scaled_mm\w*(?:\.default)?\(", text)),
+                "products": len(re.findall(r"\._scaled_mm(?:\.default)?\(", text)),
                 "host_tensors": len(re.findall(r"= empty_strided_cpu\w*\(|device='cpu'", text)),
                 "operators": sorted(set(re.findall(r"= torch\.ops\.megatron_lowprec\.(\w+)", text))),
                 "other_code": sorted({name for name, _ in set().union(*map(compiled, found.codes)) ^ code}),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.aot_autograd import aot_module_simplified
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
@@ -209,7 +210,7 @@ def test_generated_code(name: str, native: bool, casts: int, others: set[str], m
     assert sum("cast" in each for each in ours) == casts
     assert {each for each in ours if "cast" not in each} == others
     if native:  # whose products a CPU sums in another order
-        assert len(re.findall(r"\._scaled_mm\w*(\.default)?\(", "\n".join(codes))) == 3
+        assert len(re.findall(r"\._scaled_mm(\.default)?\(", "\n".join(codes))) == 3
     else:
         assert equal(found, want)
         assert ours.count("product") == 3
@@ -221,6 +222,29 @@ def layout(tensors: QuantizedTensor) -> dict[str, Any]:
         name: (each.shape, each.dtype, each.stride()) if isinstance(each, torch.Tensor) else each
         for name, each in found.items()
     }
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_rowwise"])
+def test_inductor_launches_casts_of_fixed_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All casts of a fixed number of tokens; of any number only those of weights."""
+    on_hopper(monkeypatch)
+    found: list[list[tuple[str, str]]] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def recorded(graph: Any, inputs: Any) -> Any:
+            casts = [each for each in graph.graph.nodes if str(each.target).startswith("megatron_lowprec.")]
+            words = [[arg for arg in each.args if isinstance(arg, str)] for each in casts]  # backend, tensor
+            found.append([(str(each.target).split(".")[1], tensor) for each, (_, tensor, *_) in zip(casts, words)])
+            return graph
+
+        return aot_module_simplified(graph, inputs, fw_compiler=recorded)
+
+    model = converted(name, One, torch.bfloat16)
+    model.compile(backend=backend, fullgraph=True)
+    steps_of(model, 2, (64, 96))
+    fixed, dynamic = [each for each in found if each][::2]
+    assert {op for op, _ in fixed} == {"planned_cast"}
+    assert sorted(set(dynamic)) == [("cast", "input"), ("planned_cast", "weight")]
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -297,15 +321,16 @@ PLANNED = ("fp8_current", "fp8_rowwise")
 @pytest.mark.parametrize(
     ("name", "launches", "tokens"),
     [
-        *((name, False, (256,) * 3) for name in (*PLANNED, "fp8_blockwise", "fp8_delayed", "mxfp8", "mxfp4_rht_sr")),
-        *((name, True, tokens) for name in PLANNED for tokens in ((256,) * 3, (256, 200, 97))),
+        *((name, "0", (256,) * 3) for name in (*PLANNED, "fp8_blockwise", "fp8_delayed", "mxfp8", "mxfp4_rht_sr")),
+        *((name, "1", tokens) for name in PLANNED for tokens in ((256,) * 3, (256, 200, 97))),
+        *((name, "static", (256, 200, 97)) for name in PLANNED),
     ],
 )
 def test_compiled_layers_on_a_gpu(
-    name: str, launches: bool, tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    name: str, launches: str, tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Codes, scales and gradients of eager mode; the generated code has casts and products, and hides no layer."""
-    monkeypatch.setattr(traced, "INDUCTOR_LAUNCHES", "1" if launches else "0")
+    monkeypatch.setattr(traced, "INDUCTOR_LAUNCHES", launches)
     found: list[list[torch.Tensor]] = []
     for compiles in (False, True):
         torch._dynamo.reset()
@@ -330,7 +355,7 @@ def test_compiled_layers_on_a_gpu(
             tensors, codes = run_and_get_code(run)
             ours = set(OURS.findall("\n".join(codes)))
             assert "linear" not in ours
-            if launches:
+            if launches == "1":
                 assert not ours & {"cast", "cast_with_state", "planned_cast"}
                 assert "_planned_cast_kernel" in "\n".join(codes)
             else:

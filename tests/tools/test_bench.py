@@ -530,6 +530,42 @@ def test_communication_that_other_kernels_hide() -> None:
     assert kernels.communication_of([*nccl, *others]) == {"ms": 5.0, "exposed_ms": 2.0}
 
 
+def test_kernels_and_gaps_of_a_step() -> None:
+    def event(name: str, start: int, end: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=name, time_range=SimpleNamespace(start=start, end=end), self_device_time_total=end - start
+        )
+
+    # three steps of 3 ms, with a gap of 1.5 ms in each but the last
+    events = [event(name, 1000 * at, 1000 * at + 1500) for at in (0, 3, 6) for name in ("gemm",)]
+    events += [event("cast", 7500, 9000)]
+    gemm, cast = kernels.kernels_of(events)
+    assert gemm == {"name": "gemm", "times": 1.0, "ms": 1.5}
+    assert cast == {"name": "cast", "times": 1 / 3, "ms": 0.5}
+    idle = kernels.idle_of(events)
+    assert (idle["ms"], idle["gaps"]) == (1.0, 2 / 3)
+    assert idle["longest"][0] == {"ms": 1.5, "after": "gemm", "before": "gemm"}
+
+
+def test_only_compiled_models_where_a_gpu_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager models are left out by --no-eager, and compiled ones on a CPU."""
+    made: list[str] = []
+
+    class Step:
+        def __init__(self, case: Any, tokens: Any, change: Any, compiled: bool, pristine: Any) -> None:
+            made.append(f"{compiled}")
+            raise ValueError("enough")
+
+    monkeypatch.setattr(hugging_face, "Step", Step)
+    for on_gpu, want in ((True, {"True"}), (False, {"False"})):
+        made.clear()
+        bench = Bench(CPU)
+        bench.on_gpu = on_gpu
+        args = argparse.Namespace(seed=0, rounds=1, no_eager=True, recipes=["fp8_current"])
+        list(hugging_face._rows("smoke", args, bench, Report({}, {}), torchao=False))
+        assert set(made) == want
+
+
 def test_former_names_are_accepted_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["around", "--pieces=norm", "--out", "around"]
     assert current_argv(argv, RENAMED) == ["ops", "--ops=norm", "--out", "around"]

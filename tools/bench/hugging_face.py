@@ -148,7 +148,12 @@ class Step(ModelStep):
 
 def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     """Every chosen model under every recipe, eager and compiled, and in torchao."""
-    torch._dynamo.config.recompile_limit = 64  # all variants' layers have one code object; beyond it they run eagerly
+    # the layers of all variants have one code object; beyond the limit they would run eagerly
+    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+        _run(args, bench, report)
+
+
+def _run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     rows: list[Row] = []
     missing = absent("torchao", bench.device) if "torchao" in args.peers else None
     for name in args.shapes or ("llama", "gpt2"):

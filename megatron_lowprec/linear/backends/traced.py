@@ -143,7 +143,7 @@ not know; autograd refuses a backward pass that writes a tensor of its graph whe
 INDUCTOR_LAUNCHES = os.environ.get("MEGATRON_LOWPREC_INDUCTOR_LAUNCHES", "static")
 """Casts of an FP8 backend that Inductor launches without this package, if they have a plan; set before tracing.
 
-"static": those of a fixed number of tokens, whose bits a GPU has compared; "1": all; any other: none.
+"static": of matrices whose number of rows is fixed, whose bits a GPU has compared; "1": all; any other: none.
 """
 
 

@@ -244,7 +244,7 @@ class GroupedLinearGemms:
             if has_dw:
                 x_or_data = x if one.layout.spec is None else one.input()
                 assert x_or_data is not None
-                dw.append(expert.wgrad(grad, x_or_data, rng_step, total, input_amax=one.input_amax))
+                dw.append(expert.wgrad(grad, x_or_data, rng_step, accumulate_into=total, input_amax=one.input_amax))
         if out is not None and dw:
             torch._foreach_copy_(list(out), dw)
         return torch.cat(parts) if has_dx else None, dw or none

@@ -334,8 +334,10 @@ class LinearGemms:
         else:
             # fprop by the same spec has recorded the amax
             request = COLUMNWISE[dy.update_amax and not self.backends.one_spec["input"]]
-            known = None if amax is None else KnownAmax(amax)
-            known = known if input_amax is None else KnownAmax(input_amax, reduced=True)
+            if input_amax is None:
+                known = None if amax is None else KnownAmax(amax)
+            else:
+                known = KnownAmax(input_amax, reduced=True)
             x, _ = backend.quantize("input", x, rng_step, request, known)
         if quantized is None or quantized.columnwise_data is None:
             quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, COLUMNWISE[dy.update_amax])

@@ -2,10 +2,18 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 PROFILED = 3
 """Steps of a profile."""
+
+
+class Kernel(NamedTuple):
+    """A kernel or copy of a trace; microseconds."""
+
+    name: str
+    start: float
+    end: float
 
 
 def profiled(step: Callable[[], object]) -> list[Any]:
@@ -49,15 +57,18 @@ def communication_of(events: Sequence[Any]) -> dict[str, float]:
 
     A kernel of NCCL includes its wait for the other ranks.
     """
-    changes = []
-    for event in events:
-        own = "nccl" in event.name.lower()
-        changes += [(event.time_range.start, 1, own), (event.time_range.end, -1, own)]
-    running, last, total, exposed = {True: 0, False: 0}, 0.0, 0.0, 0.0
-    for at, change, own in sorted(changes):
-        if running[True]:
-            total += at - last
-            exposed += at - last if not running[False] else 0.0
-        running[own] += change
-        last = at
-    return {"ms": total / PROFILED / 1e3, "exposed_ms": exposed / PROFILED / 1e3}
+    ordered = sorted(events, key=lambda event: event.time_range.start)
+    kernels = [Kernel(event.name, event.time_range.start, event.time_range.end) for event in ordered]
+    of_nccl = [kernel for kernel in kernels if "nccl" in kernel.name.lower()]
+    others = [kernel for kernel in kernels if "nccl" not in kernel.name.lower()]
+    found = {"ms": covered(of_nccl), "exposed_ms": covered(kernels) - covered(others)}
+    return {name: microseconds / PROFILED / 1e3 for name, microseconds in found.items()}
+
+
+def covered(kernels: Sequence[Kernel]) -> float:
+    """Microseconds in which any of the kernels runs, which are in the order of their start."""
+    total, until = 0.0, float("-inf")
+    for kernel in kernels:
+        total += max(0.0, kernel.end - max(until, kernel.start))
+        until = max(until, kernel.end)
+    return total

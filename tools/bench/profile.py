@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.text_tables import Column, Row, named
@@ -21,6 +21,7 @@ from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.sizes import linear_sites, num_non_embedding_parameters
+from tools.bench.kernels import Kernel, covered
 from tools.bench.machine import REPOSITORY
 from tools.bench.measure import Bench
 from tools.bench.report import Report
@@ -49,14 +50,6 @@ COLUMNS = (
     Column("launches", "launches", "d"),
 )
 _START = 6  # iterations before the profiled one
-
-
-class Kernel(NamedTuple):
-    """A kernel or copy of a trace; microseconds."""
-
-    name: str
-    start: float
-    end: float
 
 
 def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
@@ -148,15 +141,6 @@ def table(kernels: Sequence[Kernel], floor_ms: dict[str, float]) -> list[Row]:
     rows.append({"kind": "idle", "ms": (step - busy) / 1e3, "floor_ms": 0.0})
     rows.append({"kind": "step", "ms": step / 1e3, "launches": len(kernels), "floor_ms": sum(floor_ms.values())})
     return [{**row, "share": row["ms"] * 1e3 / step} for row in rows]
-
-
-def covered(kernels: Sequence[Kernel]) -> float:
-    """Microseconds in which any of the kernels runs, which are in the order of their start."""
-    total, until = 0.0, float("-inf")
-    for kernel in kernels:
-        total += max(0.0, kernel.end - max(until, kernel.start))
-        until = max(until, kernel.end)
-    return total
 
 
 def floors(model: ModelShape, recipe: str, args: argparse.Namespace) -> dict[str, float]:

@@ -12,7 +12,7 @@ from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
 from megatron_lowprec.kernels.cast_fp8.triton_ops import ROW, encode_scale, observe, to_fp8
 from megatron_lowprec.kernels.grouped_cast_fp8 import reference
 from megatron_lowprec.kernels.grouped_cast_fp8.reference import GroupedFp8Cast
-from megatron_lowprec.kernels.grouped_quantize.triton import group_of
+from megatron_lowprec.kernels.grouped_quantize.triton import constants_of_groups, group_of
 from megatron_lowprec.kernels.launch import launch
 
 _BLOCK = tl.constexpr(reference.BLOCK)
@@ -166,4 +166,4 @@ def _table(sources: Sequence[torch.Tensor]) -> tuple[np.ndarray, int]:
 
 
 def _groups(sources: Sequence[torch.Tensor]) -> dict[str, int]:
-    return {"GROUPS": len(sources), "PADDED": triton.next_power_of_2(len(sources)), "BN": _COLUMNS}
+    return {**constants_of_groups(len(sources)), "BN": _COLUMNS}

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.grouped_cast_fp8.reference import BLOCK, padded_rows
-from megatron_lowprec.kernels.grouped_quantize.triton import group_of
+from megatron_lowprec.kernels.grouped_quantize.triton import constants_of_groups, group_of
 from megatron_lowprec.kernels.launch import launch
 
 _DTYPES = {
@@ -181,8 +181,8 @@ def pad_groups(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         return x
     out = torch.empty((sum(whole), x.shape[1]), dtype=x.dtype, device=x.device)
     grid = (sum(whole) // BLOCK, triton.cdiv(x.shape[1], 64))
-    groups = {"GROUPS": len(rows), "PADDED": triton.next_power_of_2(len(rows)), "BN": 64}
-    launch(_pad_kernel, grid, (x, out, _table(rows, x.device), x.shape[1]), groups)
+    constants = {**constants_of_groups(len(rows)), "BN": 64}
+    launch(_pad_kernel, grid, (x, out, _table(rows, x.device), x.shape[1]), constants)
     return out
 
 
@@ -212,8 +212,7 @@ def grouped_fp8_gemm(
         "ELEMENT": _DTYPES[b[0].dtype],
         "SCALES": _NUMBERS[granularity],
         "FAST": fast_accumulation,
-        "GROUPS": len(b),
-        "PADDED": triton.next_power_of_2(len(b)),
+        **constants_of_groups(len(b)),
     }
     programs = sum(padded_rows(rows)) // BLOCK * triton.cdiv(N, BLOCK)
     launch(_grouped_fp8_gemm_kernel, programs, arguments, constants, num_warps=_WARPS, num_stages=_STAGES)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_lowprec.kernels.grouped_quantize.triton import group_of
+from megatron_lowprec.kernels.grouped_quantize.triton import constants_of_groups, group_of
 from megatron_lowprec.kernels.launch import launch
 from megatron_lowprec.kernels.tuning import Tuned
 
@@ -191,8 +191,7 @@ def grouped_gemm(
             "ALPHAS": isinstance(alpha, torch.Tensor),
             "ELEMENT": _DTYPES[a.dtype],
             "EVEN": N % tiling.BN == 0 and K % tiling.BK == 0,
-            "GROUPS": len(b),
-            "PADDED": triton.next_power_of_2(len(b)),
+            **constants_of_groups(len(b)),
             "BM": tiling.BM,
             "BN": tiling.BN,
             "BK": tiling.BK,

@@ -34,6 +34,11 @@ def group_of(first_tile_ptr, tile, GROUPS: tl.constexpr, PADDED: tl.constexpr):
     return tl.sum((first <= tile).to(tl.int32)) - 1
 
 
+def constants_of_groups(groups: int) -> dict[str, int]:
+    """What kernels with ``group_of`` are compiled for."""
+    return {"GROUPS": groups, "PADDED": triton.next_power_of_2(groups)}
+
+
 @triton.jit
 def _source_of(table_ptr, tile, BM: tl.constexpr, ELEMENT: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr):
     """The matrix with a tile of rows, by the table's first four rows: its number, address, rows, and the tile's first.
@@ -260,8 +265,7 @@ def _amaxes_specialized(
         "ROUNDS": rounds,
         "GROUP": group,
         "ELEMENT": _DTYPES[dtype],
-        "GROUPS": groups,
-        "PADDED": triton.next_power_of_2(groups),
+        **constants_of_groups(groups),
         "BM": height,
         "BN": width,
     }
@@ -351,8 +355,7 @@ def _specialized(
         {
             "MX": constants,
             "ELEMENT": _DTYPES[dtypes[0]],
-            "GROUPS": groups,
-            "PADDED": triton.next_power_of_2(groups),
+            **constants_of_groups(groups),
             "BM": rows,
             "BN": columns,
         },

@@ -83,7 +83,8 @@ class RecipeGemms:
         """dx_TI; adds the weight gradient to ``main_grad``, or writes it in the first microbatch of a step."""
         grad = self.linear_gemms.grad_output(dy, self.rng_step)
         dx = self.linear_gemms.dgrad(grad, saved.weight, self.rng_step, saved.weight_amax)
-        self.linear_gemms.wgrad(grad, saved.input(), self.rng_step, main_grad, input_amax=saved.input_amax)
+        amax = saved.input_amax
+        self.linear_gemms.wgrad(grad, saved.input(), self.rng_step, accumulate_into=main_grad, input_amax=amax)
         return dx
 
 

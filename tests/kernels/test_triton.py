@@ -39,6 +39,20 @@ def test_a_kernel_compiled_for_one_pitch_of_codes_does_not_serve_another() -> No
     assert keys[0] != keys[1]
 
 
+def test_rows_of_a_part_of_a_group_are_refused() -> None:
+    """Behind a transform of 128, whose last group would end in the next row; no case for a GPU has such rows."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from megatron_lowprec.formats import FORMATS
+    from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
+    from megatron_lowprec.kernels.quantize.triton import quantize_mx
+
+    rule, rows = MxRule(FORMATS["e2m1"], "floor", block=16), Direction(signs=torch.ones(128))
+    with pytest.raises(AssertionError, match="rows of 1056 entries are no whole groups of 128"):
+        quantize_mx(torch.zeros(16, 1056).bfloat16(), rule, rows=rows, rng_step=torch.zeros(2), codes=True)
+    partial = [str(case) for case in gpu_cases() if "r" in case.ways and case.columns % max(case.block, case.mx)]
+    assert not partial
+
+
 @pytest.mark.parametrize("block", HADAMARD_BLOCKS)
 def test_a_thread_holds_one_long_group(block: int) -> None:
     """Several, or a part, may take minutes to compile at a transform of 256. Of all tilings of a tuning."""

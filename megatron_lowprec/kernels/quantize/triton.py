@@ -315,6 +315,8 @@ class _MxKernel:
     ) -> tuple[MxCast, tuple[Any, ...]]:
         """Empty outputs and all launch arguments."""
         (M, N), device, share = x.shape, x.device, self._codes_a_byte
+        # codes of a part of a group would be written into the next row
+        assert rows is None or N % self._group == 0, f"rows of {N} entries are no whole groups of {self._group}"
         padded_M = -(-M // self._group) * self._group if self._pads else M
         row_data = row_scale = column_data = column_scale = written = None
         if share:

@@ -384,9 +384,9 @@ def test_models_are_measured_where_bf16_fails(
         architecture="llama", vocabulary=8, sequences=1, length=4, build=lambda device: Model(), blocks=lambda model: []
     )
     monkeypatch.setitem(hugging_face.CASES, "smoke", case)
-    variants = {"bf16": (fails, False), "fp8_current": (lambda model: 3, False)}
+    variants = {"bf16": (fails, None), "fp8_current": (lambda model: 3, None)}
     monkeypatch.setattr(hugging_face, "_variants", lambda *_: variants)
-    args = argparse.Namespace(seed=0, rounds=1, no_eager=False)
+    args = argparse.Namespace(seed=0, rounds=1, no_eager=False, cuda_graphs=False)
     bf16, fp8 = hugging_face._rows("smoke", args, Bench(CPU), Report({}, {}), torchao=False)
     assert bf16["failed"] == "RuntimeError: no such kernel"
     assert (fp8["converted"], fp8["first_loss"], fp8["over_bf16"]) == (3, 1.0, None)
@@ -547,23 +547,28 @@ def test_kernels_and_gaps_of_a_step() -> None:
     assert idle["longest"][0] == {"ms": 1.5, "after": "gemm", "before": "gemm"}
 
 
-def test_only_compiled_models_where_a_gpu_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager models are left out by --no-eager, and compiled ones on a CPU."""
-    made: list[str] = []
+@pytest.mark.parametrize(
+    ("on_gpu", "cuda_graphs", "want"),
+    [(True, False, {"default"}), (True, True, {"default", "reduce-overhead"}), (False, True, {"None"})],
+)
+def test_models_are_compiled_where_there_is_a_gpu(
+    on_gpu: bool, cuda_graphs: bool, want: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--no-eager leaves out eager models where others are compiled."""
+    made = set()
 
     class Step:
-        def __init__(self, case: Any, tokens: Any, change: Any, compiled: bool, pristine: Any) -> None:
-            made.append(f"{compiled}")
+        def __init__(self, case: Any, tokens: Any, change: Any, mode: str | None, pristine: Any) -> None:
+            made.add(f"{mode}")
             raise ValueError("enough")
 
     monkeypatch.setattr(hugging_face, "Step", Step)
-    for on_gpu, want in ((True, {"True"}), (False, {"False"})):
-        made.clear()
-        bench = Bench(CPU)
-        bench.on_gpu = on_gpu
-        args = argparse.Namespace(seed=0, rounds=1, no_eager=True, recipes=["fp8_current"])
-        list(hugging_face._rows("smoke", args, bench, Report({}, {}), torchao=False))
-        assert set(made) == want
+    bench = Bench(CPU)
+    bench.on_gpu = on_gpu
+    args = argparse.Namespace(seed=0, rounds=1, no_eager=True, cuda_graphs=cuda_graphs, recipes=["fp8_current"])
+    rows = list(hugging_face._rows("smoke", args, bench, Report({}, {}), torchao=False))
+    assert made == want
+    assert len({str(row["variant"]) for row in rows}) == len(rows) == 2 * len(want)
 
 
 def test_former_names_are_accepted_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,6 +122,9 @@ def build_parser() -> argparse.ArgumentParser:
     profile.add_argument("--bandwidth", type=float, default=4.8, help="of memory in TB/s (default: %(default)s, H200)")
     parts["exchange"].add_argument("--gpus", type=int, default=2, help="ranks, on a CPU processes (default: 2)")
     parts["hugging_face"].add_argument("--no-eager", action="store_true", help="only compiled models")
+    parts["hugging_face"].add_argument(
+        "--cuda-graphs", action="store_true", help="repeat compiled models with mode reduce-overhead"
+    )
     parts["ops"].add_argument(
         "--ops", type=names, help="norm,bias,gelu,dropout,cast,transpose,loss,attention (default: all)"
     )

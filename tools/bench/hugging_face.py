@@ -1,6 +1,7 @@
 """A training step of Hugging Face models: ``convert`` under each recipe and torchao, over bf16 of the same mode.
 
-Each variant has a model of its own with the same random weights. "Compiled" is ``torch.compile`` of each decoder layer.
+Each variant has a model of its own with the same random weights. "Compiled" is ``torch.compile`` of each decoder layer,
+"graphs" the same with ``mode="reduce-overhead"``.
 """
 
 import argparse
@@ -31,6 +32,7 @@ COLUMNS = (
     Column("converted", "converted", "d"),
     Column("first_loss", "first loss", ".4f"),
 )
+_MODES = {"": None, ", compiled": "default", ", graphs": "reduce-overhead"}  # of torch.compile
 _LONGEST = 40  # kernels that are kept by name
 _NEARLY = 0.02  # relative distance of the first loss from bf16's, of random weights
 
@@ -119,6 +121,7 @@ class ModelStep:
 
     def __call__(self) -> torch.Tensor:
         """The loss."""
+        torch.compiler.cudagraph_mark_step_begin()
         loss: torch.Tensor = self._model(input_ids=self._tokens, labels=self._tokens).loss
         loss.backward()
         self._optimizer.step()
@@ -131,17 +134,17 @@ class Step(ModelStep):
 
     Args:
         change: converts the model's layers and returns their number.
-        compiled: compile each decoder layer.
+        mode: of ``torch.compile`` of each decoder layer; None for eager mode.
     """
 
     def __init__(
-        self, case: ModelCase, tokens: torch.Tensor, change: Callable[[Any], int], compiled: bool, pristine: Any
+        self, case: ModelCase, tokens: torch.Tensor, change: Callable[[Any], int], mode: str | None, pristine: Any
     ) -> None:
         self._model, self._tokens = copy.deepcopy(pristine), tokens
         self.converted = change(self._model)
-        if compiled:
+        if mode is not None:
             for block in case.blocks(self._model):
-                block.compile(dynamic=False)
+                block.compile(dynamic=False, mode=mode)
         fused = tokens.is_cuda
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=fused)
 
@@ -162,7 +165,8 @@ def _run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     report.note(
         *([f"peer torchao is missing: {missing}"] if missing else []),
         "ms: forward, backward and fused AdamW on bf16 weights, including the host where it is slower",
-        "compiled: torch.compile of each decoder layer; /bf16: over bf16 of the same mode",
+        "compiled: torch.compile of each decoder layer, graphs: with mode reduce-overhead; /bf16: over bf16 of the "
+        "same mode",
         *([] if bench.on_gpu else ["nothing is compiled on a CPU"]),
         "all linear layers but the head and 3-D weights of experts are converted (skip_slower=False); "
         "'converted' counts them",
@@ -180,11 +184,10 @@ def _rows(name: str, args: argparse.Namespace, bench: Bench, report: Report, tor
     pristine = case.build(bench.device)
     steps: dict[str, Step] = {}
     losses: dict[str, float] = {}
-    for variant, (change, compiled) in _variants(args, torchao and case.architecture == "llama").items():
-        if (compiled and not bench.on_gpu) or (args.no_eager and not compiled and bench.on_gpu):
-            continue
+    modes = _modes(args, bench)
+    for variant, (change, mode) in _variants(args, torchao and case.architecture == "llama", modes).items():
         try:
-            step = Step(case, tokens, change, compiled, pristine)
+            step = Step(case, tokens, change, mode, pristine)
             losses[variant] = float(step())
             plain = next(iter(losses.values()))  # bf16's, if it did not fail
             if not abs(losses[variant] / plain - 1.0) < _NEARLY:
@@ -195,7 +198,7 @@ def _rows(name: str, args: argparse.Namespace, bench: Bench, report: Report, tor
         report.progress(f"{name} {variant}: {'ready' if variant in steps else 'failed'}")
     timings = bench.compare(steps, args.rounds)
     for variant, timing in timings.items():
-        same_mode = timings.get("bf16, compiled" if "compiled" in variant else "bf16")
+        same_mode = timings.get("".join(("bf16", *variant.partition(",")[1:])))
         kernels = kernels_of(profiled(steps[variant])) if bench.on_gpu else []
         yield {
             **named,
@@ -211,17 +214,22 @@ def _rows(name: str, args: argparse.Namespace, bench: Bench, report: Report, tor
         }
 
 
-def _variants(args: argparse.Namespace, torchao: bool) -> dict[str, tuple[Callable[[Any], int], bool]]:
-    """Row -> function that converts a model, whether its layers are compiled."""
+def _modes(args: argparse.Namespace, bench: Bench) -> dict[str, str | None]:
+    """End of a row's name -> mode; nothing is compiled on a CPU."""
+    left_out = {"": args.no_eager, ", compiled": False, ", graphs": not args.cuda_graphs}
+    return {end: mode for end, mode in _MODES.items() if not left_out[end]} if bench.on_gpu else {"": None}
+
+
+def _variants(
+    args: argparse.Namespace, torchao: bool, modes: dict[str, str | None]
+) -> dict[str, tuple[Callable[[Any], int], str | None]]:
+    """Row -> function that converts a model, and the mode of its layers."""
     changes: dict[str, Callable[[Any], int]] = {"bf16": lambda model: 0}
     changes |= {recipe: partial(_ours, recipe) for recipe in args.recipes or RECIPES if recipe != "bf16"}
-    found: dict[str, tuple[Callable[[Any], int], bool]] = {}
-    for name, change in changes.items():
-        found[name] = change, False
-        found[f"{name}, compiled"] = change, True
-    if torchao:
-        found |= {f"torchao {name}, compiled": (partial(_torchao, name), True) for name in TORCHAO}
-    return found
+    peers = {f"torchao {name}": partial(_torchao, name) for name in TORCHAO} if torchao else {}
+    found = {name + end: (change, mode) for name, change in changes.items() for end, mode in modes.items()}
+    compiled = {end: mode for end, mode in modes.items() if mode is not None}
+    return found | {name + end: (change, mode) for name, change in peers.items() for end, mode in compiled.items()}
 
 
 def _ours(recipe: str, model: Any) -> int:

@@ -46,15 +46,18 @@ def traced_pass(identity: torch.Tensor | None, grad: bool) -> torch.Tensor | Non
         identity: of ``identity_of``; None for a layer without state.
         grad: whether gradients are enabled.
     """
-    if identity is None:
-        return None
+    return None if identity is None else always_saved(begin_pass, identity, grad)
+
+
+def always_saved(operator: Any, *arguments: Any) -> torch.Tensor:
+    """An operator's result, which the compiler does not compute again where it recomputes activations."""
     mode = get_proxy_mode()
     before = 0 if mode is None else len(mode.tracer.graph.nodes)
-    at: torch.Tensor = begin_pass(identity, grad)
+    found: torch.Tensor = operator(*arguments)
     if mode is not None:
         for node in list(mode.tracer.graph.nodes)[before:]:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    return at
+    return found
 
 
 def _begin_pass(identity: torch.Tensor, grad: bool) -> torch.Tensor:

@@ -6,15 +6,19 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from megatron_lowprec import convert, get_recipe
 from megatron_lowprec.errors import UserError
@@ -292,6 +296,36 @@ def test_compiled_experts_are_in_one_graph(kind: str, recipe: str) -> None:
     experts_of(model).compile(backend=backend, fullgraph=True)
     assert train(model, 3, microbatches=2) == want
     assert backend.frame_count == 1
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_compiled_experts_wait_once_for_the_device(recomputes: bool) -> None:
+    """One copy of the counts serves both layers and the backward pass, also where it recomputes activations."""
+    graphs: list[Any] = []
+
+    def graph_of(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    partition = min_cut_rematerialization_partition  # of Inductor
+    backend = aot_autograd(fw_compiler=graph_of, bw_compiler=graph_of, partition_fn=partition)
+    module = experts_of(only_experts(build()))
+    torch._dynamo.reset()
+    run = partial(checkpoint, module, use_reentrant=False) if recomputes else module
+    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    compiled(torch.randn(4, HIDDEN, requires_grad=True), torch.zeros(4, 1).long(), torch.ones(4, 1)).sum().backward()
+
+    def calls(graph: Any, operator: str) -> list[Any]:
+        target = getattr(torch.ops.megatron_lowprec, operator).default
+        return list(graph.graph.find_nodes(op="call_function", target=target))
+
+    (copied,) = calls(graphs[0], "counts_on_host")
+    assert [node.args[2] for node in calls(graphs[0], "expert_linear")] == [copied] * 2
+    assert not calls(graphs[1], "counts_on_host")
+    again, backward = calls(graphs[1], "expert_linear"), calls(graphs[1], "expert_linear_backward")
+    assert len(again) == recomputes
+    saved = [node.args[2] for node in again] + [node.args[3] for node in backward]
+    assert [(node.op, node.name) for node in saved] == [("placeholder", copied.name)] * (2 + recomputes)
 
 
 def test_compiled_experts_leave_tokens_of_no_expert_out() -> None:

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from megatron_lowprec.linear.experts.bias_of_tokens import bias_of_tokens
 from megatron_lowprec.linear.experts.expert_linear import ExpertLinear
-from megatron_lowprec.linear.experts.traced_experts import traced_experts
+from megatron_lowprec.linear.experts.traced_experts import counted, traced_experts
 from megatron_lowprec.linear.layer_state import combined
 from megatron_lowprec.recipe.layer_match import Layer
 from megatron_lowprec.recipe.recipe import Recipe
@@ -146,7 +146,7 @@ class LowPrecExperts(nn.Module):
         """Rows of no expert come last, and are zeros after each layer."""
         experts, order = top_k_index.reshape(-1).sort(stable=True)
         bounds = torch.searchsorted(experts, torch.arange(self.num_experts + 1, device=experts.device))
-        y, counts = hidden_states[order // top_k_index.shape[1]], bounds.diff()
+        y, counts = hidden_states[order // top_k_index.shape[1]], counted(bounds.diff())
         for name in ("gate_up_proj" if self.has_gate else "up_proj", "down_proj"):
             weight = getattr(self, name).mT if self.is_transposed else getattr(self, name)
             y = traced_experts(getattr(self, _gemms_of(name)), y, weight, counts)

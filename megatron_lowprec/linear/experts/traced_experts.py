@@ -1,8 +1,8 @@
 """A linear layer of all experts within ``torch.compile``: one operator forward, one backward.
 
-The number of each expert's tokens is on the device, and the host reads it within the operator, as eager mode does. So
-one graph serves all numbers. Operands of an expert have sizes that follow its tokens, and are no tensors of the graph:
-the backward pass quantizes x again, with the same keys and amaxes.
+The number of each expert's tokens is in a tensor, so that one graph serves all numbers. ``counted`` copies it to the
+CPU for all layers and their backward passes, which then run ahead of the device. Operands of an expert have sizes that
+follow its tokens, and are no tensors of the graph: the backward pass quantizes x again, with the same keys and amaxes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_lowprec.linear.backends.traced import define, numbered, recipe_of
-from megatron_lowprec.linear.compiled import traced_pass
+from megatron_lowprec.linear.compiled import always_saved, traced_pass
 from megatron_lowprec.linear.experts.expert_linear import ExpertGemms, ExpertLinear
 from megatron_lowprec.linear.grouped_gemms import SavedGroup
 from megatron_lowprec.linear.layer_histories import LayerHistories
@@ -27,13 +27,19 @@ from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import NO_DRAWS, RngStep
 
 
+@torch.compiler.allow_in_graph
+def counted(counts: Tensor) -> Tensor:
+    """``counts`` on the CPU, for ``traced_experts``: here the host waits for the device."""
+    return always_saved(_counts_on_host, counts)
+
+
 def traced_experts(layer: ExpertLinear, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """``layer(x, counts.tolist())``, with zeros in rows beyond the counted ones.
 
     Args:
         layer: of ``weight``.
         weight: [experts, O, I].
-        counts: int64 [experts].
+        counts: int64 [experts], on the CPU.
     """
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
@@ -127,6 +133,13 @@ def _fake_backward(dy: Tensor, x: Any, weight: Tensor, *others: Any) -> list[Ten
     return [dx, dy.new_empty(tuple(weight.shape) if weight_grad else 0)]
 
 
+_counts_on_host = define(
+    "counts_on_host",
+    "(Tensor counts) -> Tensor",
+    lambda counts: counts.to("cpu", copy=True),  # of memory of its own also there
+    lambda counts: counts.new_empty(counts.shape, device="cpu"),
+    "cudagraph_unsafe",
+)
 _expert_linear = define(
     "expert_linear",
     "(Tensor x, Tensor weight, Tensor counts, Tensor? at, int key, bool update_amax) -> Tensor",

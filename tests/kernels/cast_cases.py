@@ -274,6 +274,9 @@ def small_cases() -> list[Case]:
         Case(64, 1024, bf16, "e5m2", "tensor", "amax", "rc", given=3.0, kind="swiglu_grad", tiling=-2),
         Case(128, 384, bf16, "e5m2", "1x128", "amax", "rc", special=False, kind="swiglu_grad"),
         Case(128, 512, bf16, "e5m2", "1x128", "amax", "rc", special=False, kind="swiglu_grad"),
+        # amaxes of rows and columns in programs of several tiles, the last without rows of their own
+        Case(530, 272, bf16, "e4m3", "row", "amax_pow2", "rc", tiling=-1),
+        Case(530, 272, fp32, "e4m3", "row", "amax_pow2", "c", special=False, tiling=2),
         # every other scale rule
         *(Case(150, 144, bf16, "e4m3", "row", rule, "rc") for rule in scale_rules("fp32")[2:]),
     ]
@@ -338,7 +341,12 @@ def gpu_cases() -> list[Case]:
         Case(*size, bf16, "e4m3", "tensor", "amax", "rc", special=False, kind=kind, tiling=number)
         for kind, size, number in product(KINDS, ((256, 1024), (250, 1152)), range(8))
     ]
-    return cases + [Case(2053, 2304, bf16, "e4m3", tile, "amax", "rc") for tile in ("tensor", "1x128", "128x128")]
+    cases += [
+        Case(*size, dtype, "e4m3", "row", "amax_pow2", "rc", special=special, tiling=number)
+        for size, dtype, special, number in product(((1200, 1152), (333, 272)), (bf16, fp32), (True, False), range(-5, 0))
+    ]
+    tiles = ("tensor", "row", "1x128", "128x128")
+    return cases + [Case(2053, 2304, bf16, "e4m3", tile, "amax", "rc") for tile in tiles]
 
 
 if __name__ == "__main__":

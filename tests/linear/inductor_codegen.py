@@ -192,6 +192,8 @@ def eager(casts: list[dict[str, Any]]) -> tuple[set[tuple[str, str]], list[list[
     """
     import triton
 
+    from megatron_lowprec.kernels.cast_fp8 import amax
+
     code, sizes, launch = set[tuple[str, str]](), list[list[int]](), Specialized.launch
 
     def recorded(self: Any, programs: Any, device: Any, arguments: Any, key: Any) -> None:
@@ -201,16 +203,16 @@ def eager(casts: list[dict[str, Any]]) -> tuple[set[tuple[str, str]], list[list[
         launch(self, programs, device, arguments, key)
 
     module = load("cast_fp8")
-    kernels = {name: triton.jit(getattr(module, name).fn) for name in ("_cast_kernel", "_amax_kernel")}
     with (
-        patch.multiple(module, **kernels),
+        patch.object(module, "_cast_kernel", triton.jit(module._cast_kernel.fn)),
+        patch.object(amax, "_vector_amaxes_kernel", triton.jit(amax._vector_amaxes_kernel.fn)),
         compiling(90, lambda kernel, built: code.add((kernel.__name__, _canonical(built.asm["cubin"])))),
         patch.object(Specialized, "launch", recorded),
     ):
         for each in casts:
             x, ways = torch.zeros(each["shape"]).bfloat16(), {k: each[k] for k in ("rowwise", "columnwise", "sums")}
-            amax = torch.ones(1) if each["rule"].granularity == "tensor" else None
-            module.cast_fp8(x, each["rule"], amax=amax, **ways)
+            known = torch.ones(1) if each["rule"].granularity == "tensor" else None
+            module.cast_fp8(x, each["rule"], amax=known, **ways)
     return code, sizes
 
 

@@ -8,22 +8,21 @@ or an activation is never in memory.
 
 import hashlib
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from megatron_lowprec.kernels.amax.triton_ops import amax_along, raise_to_amax
 from megatron_lowprec.kernels.bias_grad.triton import sum_launch, sum_partials
+from megatron_lowprec.kernels.cast_fp8.amax import amax_of, source_of_vector_amaxes, vector_amaxes_launch
 from megatron_lowprec.kernels.cast_fp8.prologue import (
     KINDS,
     CastPrologue,
     Kind,
     Matrix,
     prologue_of,
-    specialized_on_matrix,
 )
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule, Layouts
 from megatron_lowprec.kernels.cast_fp8.tiles import cast_rows, cast_words
@@ -33,26 +32,6 @@ from megatron_lowprec.kernels.planned_launch import Launch, Plan, fields, named,
 from megatron_lowprec.kernels.tuning import LARGE_ENOUGH, Tuned, tunes
 
 _BLOCK = 128
-
-
-@triton.jit(do_not_specialize=["M"])
-def _amax_kernel(x_ptr, amax_ptr, M, N, stride, VECTORS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Amax of [M, N], or of its M rows followed by its N columns; NaN compares as the largest."""
-    tiles_n = tl.cdiv(N, BN)
-    tile = tl.program_id(0)
-    rows = (tile // tiles_n) * BM + tl.arange(0, BM)
-    cols = (tile % tiles_n) * BN + tl.arange(0, BN)
-    mask = (rows < M)[:, None] & (cols < N)[None, :]
-    x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0.0)
-    magnitude = tl.abs(x.to(tl.float32))
-    cells = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    if VECTORS:
-        by_row = amax_along(magnitude, 1).to(tl.int32, bitcast=True)
-        by_column = amax_along(magnitude, 0).to(tl.int32, bitcast=True)
-        tl.atomic_max(cells + rows[:, None], by_row, mask=(rows < M)[:, None], sem="relaxed")
-        tl.atomic_max(cells + M + cols[None, :], by_column, mask=(cols < N)[None, :], sem="relaxed")
-    else:
-        raise_to_amax(amax_ptr, magnitude)
 
 
 @triton.jit(do_not_specialize=["threshold", "M", "height"])
@@ -124,24 +103,6 @@ def _planned_cast_kernel(
         x_ptr, x_ptr, x_ptr, x_ptr, 0, 1.0, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, x_ptr, sums_ptr,
         M, height, padded_M, N, stride, named(CAST), BM, BN, ROWS, COLUMNS
     )  # fmt: skip
-
-
-def amax_of(x: torch.Tensor | CastPrologue, vectors: bool) -> torch.Tensor:
-    """Amax of x [M, N], row-major, fp32 [1], or with ``vectors`` of each row and column, [M + N]; NaN propagates.
-
-    Args:
-        x: a matrix in memory; several tensors only without ``vectors``.
-    """
-    parts: tuple[torch.Tensor, ...] = (x,) if isinstance(x, torch.Tensor) else x.in_memory
-    assert len(parts) == 1 or (parts and not vectors), "no amax of these tensors in one pass"
-    amax = torch.zeros(sum(x.shape) if vectors else 1, dtype=torch.float32, device=parts[0].device)
-    kernel = _amax_specialized(vectors)
-    for part in parts:
-        M, N = part.shape
-        programs = -(-M // _AMAX_TILE[0]) * -(-N // _AMAX_TILE[1])
-        arguments = part, amax, M, N, part.stride(0)
-        kernel.launch(programs, part.device, arguments, specialized_on_matrix(part))
-    return amax
 
 
 def cast_fp8(
@@ -269,11 +230,6 @@ def plan(
     for name, layout in zip(Fp8Cast._fields[:4], rule.layouts(x.shape, rowwise=rowwise, columnwise=columnwise)):
         if layout is not None and layout.padded:
             zeros[name] = layout.size
-    if rule.granularity == "row":
-        zeros["amax"] = (M + N,)
-        (BM, BN), sizes = _AMAX_TILE, {"M": M, "N": N, "stride": x.stride(0)}
-        arguments = {"x_ptr": "x", "amax_ptr": "amax", **sizes, "VECTORS": True, "BM": BM, "BN": BN}
-        launches.append(Launch(with_warps(_amax_kernel, _AMAX_WARPS), (-(-M // BM) * -(-N // BN), 1, 1), arguments))
     key = (rowwise, columnwise, False, sums, Matrix.kind, Matrix.head_widths)
     kernel = rule.kernels.setdefault(key, _CastKernel(rule, device, *key))
     tiling = kernel.tilings[0]
@@ -283,6 +239,9 @@ def plan(
         zeros_like_x = torch.zeros(rows, N, dtype=x.dtype, device=device)
         cast_fp8(zeros_like_x, rule, rowwise=rowwise, columnwise=columnwise)  # measures tilings that are not known
         tiling = kernel.tuned.choose(rows * N, lambda _: None, device, below=(rows * N).bit_length())
+    if rule.granularity == "row":
+        zeros["amax"] = (M + N,)
+        launches.append(vector_amaxes_launch(x, rows))
     whole = known(padded_M == M) and known(M % tiling.rows == 0) and N % tiling.columns == 0
     constants = kernel.constants(tiling, whole)
     programs = -(-padded_M // tiling.rows) * -(-N // tiling.columns)
@@ -305,17 +264,8 @@ def plan(
 @cache
 def source_of_plans() -> str:
     """Digest of the kernels of ``plan``; compiled code on disk holds their sources."""
-    keys = "".join(kernel.cache_key for kernel in (_planned_cast_kernel, _amax_kernel))
+    keys = _planned_cast_kernel.cache_key + source_of_vector_amaxes()
     return hashlib.blake2b(keys.encode(), digest_size=8).hexdigest()
-
-
-@lru_cache(maxsize=2)
-def _amax_specialized(vectors: bool) -> Specialized:
-    BM, BN = _AMAX_TILE
-    return Specialized(_amax_kernel, {"VECTORS": vectors, "BM": BM, "BN": BN}, num_warps=_AMAX_WARPS)
-
-
-_AMAX_TILE, _AMAX_WARPS = (32, 512), 8
 
 
 class _Tiling(NamedTuple):

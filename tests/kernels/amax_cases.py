@@ -10,7 +10,6 @@ import torch
 
 from megatron_lowprec.kernels.amax.reference import raise_to_amax
 from megatron_lowprec.kernels.quantize.rule import Direction
-from tests.kernels.interpreted import main
 
 SIZES = ((70, 96), (9, 1000), (3, 2056))
 # dtype of what is written, amax before: a smaller one is raised and a larger one stays
@@ -108,7 +107,3 @@ def differences(device: str) -> tuple[int, list[str]]:
         *sum_faults(device),
         *operand_faults(device),
     ]
-
-
-if __name__ == "__main__":
-    main(differences)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 
 from megatron_lowprec.kernels.amax_history import reference
-from tests.kernels.interpreted import main
 
 LENGTHS = (1, 2, 63, 64, 65, 200)
 TENSORS = (1, 15, 16, 37)
@@ -49,7 +48,3 @@ def faults(device: str) -> Iterator[str]:
 def differences(device: str) -> tuple[int, list[str]]:
     """(cases, faults)"""
     return len(LENGTHS) * len(TENSORS) * len(RULES) * STEPS, list(faults(device))
-
-
-if __name__ == "__main__":
-    main(differences)

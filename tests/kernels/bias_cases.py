@@ -18,7 +18,7 @@ from megatron_lowprec.kernels.gelu import reference as gelu_reference
 from megatron_lowprec.kernels.philox.reference import draw_bits
 from megatron_lowprec.kernels.rope import reference as rope_reference
 from megatron_lowprec.kernels.swiglu import reference as swiglu_reference
-from tests.kernels.interpreted import main, steps_of
+from tests.kernels.interpreted import steps_of
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -168,7 +168,7 @@ def dropout_errors(rows: int, columns: int, dtype: torch.dtype, module: Any, dev
                 yield f"dropout {p} of {rows}x{columns} {dtype}, bias {with_bias}: {wrong} entries of {name} are off"
 
 
-def differences(device: str, reference: bool = False, large: bool = False) -> tuple[int, list[str]]:
+def differences(device: str, reference: bool = False) -> tuple[int, list[str]]:
     """(cases, faults) of the Triton kernels, or of the references."""
     bias: Any = bias_reference
     gelu: Any = gelu_reference
@@ -181,7 +181,7 @@ def differences(device: str, reference: bool = False, large: bool = False) -> tu
         from megatron_lowprec.kernels.gelu import triton as gelu
         from megatron_lowprec.kernels.rope import triton as rope
         from megatron_lowprec.kernels.swiglu import triton as swiglu
-    cases = list(product(sizes(large), DTYPES))
+    cases = list(product(sizes(large=device == "cuda"), DTYPES))
     checks = (
         (bias_errors, bias),
         (gelu_errors, gelu),
@@ -191,7 +191,3 @@ def differences(device: str, reference: bool = False, large: bool = False) -> tu
     )
     found = [line for check, module in checks for size, dtype in cases for line in check(*size, dtype, module, device)]
     return len(checks) * len(cases), found
-
-
-if __name__ == "__main__":
-    main(differences)

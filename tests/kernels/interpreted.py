@@ -100,11 +100,11 @@ def remove_interpreter_overhead() -> None:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
-def assert_no_differences(module: str) -> str:
-    """Run ``module`` interpreted, and what it prints; skips where Triton is not installed."""
+def assert_no_differences(*module: str) -> str:
+    """Run a module with its arguments interpreted, and what it prints; skips where Triton is not installed."""
     pytest.importorskip("triton", reason="triton is not installed")
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.interpreted", module],
+        [sys.executable, "-m", "tests.kernels.interpreted", *module],
         capture_output=True,
         text=True,
         check=False,

@@ -7,7 +7,6 @@ import torch
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.multi_tensor_cast import reference
-from tests.kernels.interpreted import main
 
 # Entries of each tensor: all multiples of 16, or else none is read by whole words; more blocks than one has programs.
 SIZES = ((4096, 16, 32 * 48, 9 * 4096 + 16), (1, 4095, 0, 4097, 10007), (257 * 4096 + 16, 64))
@@ -72,7 +71,3 @@ def tables_made_again(device: str) -> Iterator[str]:
 def differences(device: str) -> tuple[int, list[str]]:
     """(cases, faults)"""
     return 2 * len(OFFSETS) * sum(map(len, SIZES)) + 1, [*faults(device), *tables_made_again(device)]
-
-
-if __name__ == "__main__":
-    main(differences)

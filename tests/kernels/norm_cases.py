@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.kernels.interpreted import main, steps_of
+from tests.kernels.interpreted import steps_of
 
 EPS = 1e-5
 
@@ -116,26 +116,22 @@ def errors_with_residual(case: Case, t: Tensors, module: Any, steps: float = 0.5
     yield from unequal(f"{case}, with a residual and without", others, others_beside)
 
 
-def differences(device: str, module: Any = None, large: bool = False) -> tuple[int, list[str]]:
+def differences(device: str, module: Any = None) -> tuple[int, list[str]]:
     """(cases, faults) of the Triton kernels, or of another module with their functions."""
     if module is None:
         from megatron_lowprec.kernels.layernorm import triton as module
-    found: list[str] = []
-    for case in cases(large):
+    found, tried = list[str](), cases(large=device == "cuda")
+    for case in tried:
         t = tensors(case, device)
         steps = steps_of(module, device)
         found += [*errors(case, t, module, steps), *errors_with_residual(case, t, module, steps)]
         if device == "cuda":
             runs = (module.norm_backward(t.dy, t.x, t.weight, *module.norm(*t[:3], EPS)[1:]) for _ in range(2))
             found += unequal(str(case), *runs)
-    return len(cases(large)), found
+    return len(tried), found
 
 
 def unequal(what: str, first: Sequence[torch.Tensor | None], second: Sequence[torch.Tensor | None]) -> list[str]:
     """A fault where two runs do not give the same bits."""
     same = all(a is None or b is None or torch.equal(a, b) for a, b in zip(first, second, strict=True))
     return [] if same else [f"{what}: two runs differ"]
-
-
-if __name__ == "__main__":
-    main(differences)

@@ -22,7 +22,6 @@ from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.error_stats import error_stats
 from megatron_lowprec.quantization.random_stream import RngStep
-from tests.kernels.interpreted import main
 
 # A tile's 4096 squares are added in fp32; rounding errors of opposite sign leave far less than this.
 _RELATIVE = 1e-5
@@ -198,7 +197,3 @@ def differences(device: str) -> tuple[int, list[str]]:
     """(cases, faults)"""
     found = [*faults(device), *layer_faults(device), *native_faults(device)]
     return len(CASES) + len(RECIPES) + len(NATIVE), found
-
-
-if __name__ == "__main__":
-    main(differences)

@@ -1,7 +1,4 @@
-"""Cases of the packed cast's kernels against the reference, bit for bit; run interpreted on a CPU, and on a GPU.
-
-``python -m tests.kernels.packed_cast_cases`` runs them under Triton's interpreter and prints what differs.
-"""
+"""Cases of the packed cast's kernels against the reference, bit for bit; run interpreted on a CPU, and on a GPU."""
 
 from itertools import product
 
@@ -9,7 +6,6 @@ import torch
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.packed_cast import reference
-from tests.kernels.interpreted import main
 
 PACKED = ("e4m3", "e5m6")
 
@@ -51,7 +47,3 @@ def differences(device: str) -> tuple[int, list[str]]:
                 case = f"{what} of {name} {size} {dtype}"
                 found.append(f"{case}: {int((~same).sum())} differ, at {at} {mine[at]}, not {theirs[at]}")
     return compared, found
-
-
-if __name__ == "__main__":
-    main(differences)

@@ -9,7 +9,6 @@ import torch
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.partial_cast import reference
 from megatron_lowprec.kernels.partial_cast.reference import Shard
-from tests.kernels.interpreted import main
 from tests.kernels.multi_tensor_cast_cases import tensors
 
 # Shape and range of each shard of a launch. In the first all numbers are multiples of 16, so reads are vectors.
@@ -68,7 +67,3 @@ def _moved(values: torch.Tensor, offset: int, device: str) -> torch.Tensor:
 def differences(device: str) -> tuple[int, list[str]]:
     """(cases, faults)"""
     return 3 * len(LAUNCHES) * len(OFFSETS), list(faults(device))
-
-
-if __name__ == "__main__":
-    main(differences)

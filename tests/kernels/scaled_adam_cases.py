@@ -10,7 +10,6 @@ import torch
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.kernels.scaled_adam import reference
 from megatron_lowprec.kernels.scaled_adam.reference import FORMAT_OF, Hyperparameters, Slot, Stream, encode_scale
-from tests.kernels.interpreted import main
 
 # All of whole words, or else none is read so: of one entry, of a block and one more.
 SIZES = ((16, 1024, 5008), (1, 37, 1025))
@@ -124,7 +123,3 @@ def differences(device: str) -> tuple[int, list[str]]:
     """(comparisons, faults)"""
     compared = sum(1 + scaled + len(case[0]) * len(TENSORS) for case, scaled in RUNS)
     return len(FACTORS) * compared, list(faults(device))
-
-
-if __name__ == "__main__":
-    main(differences)

@@ -1,4 +1,4 @@
-"""Bias, activations, dropout and rope: references and kernels; interpreted here, compiled where there is a GPU."""
+"""Bias, activations, dropout and rope: the references."""
 
 import pytest
 import torch
@@ -7,16 +7,10 @@ from megatron_lowprec.kernels.dropout import reference as dropout
 from megatron_lowprec.kernels.gelu import reference
 from megatron_lowprec.kernels.rope import reference as rope
 from tests.kernels.bias_cases import differences
-from tests.kernels.interpreted import assert_no_differences
 
 
 def test_references() -> None:
     assert differences("cpu", reference=True)[1] == []
-
-
-@pytest.mark.slow
-def test_interpreted_kernels() -> None:
-    assert_no_differences("tests.kernels.bias_cases")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -47,11 +41,6 @@ def test_dropping_changes_no_mean() -> None:
         assert kept > 0
         assert kept * dropout.keep_scale(p) == pytest.approx(1.0, abs=1e-12)
         assert dropout.threshold(p) / dropout.DRAWS == pytest.approx(p, abs=1.6e-5)
-
-
-@pytest.mark.gpu
-def test_compiled_kernels() -> None:
-    assert differences("cuda", large=True)[1] == []
 
 
 @pytest.mark.gpu

@@ -1,14 +1,10 @@
-"""Transposed codes by the kernel against the reference, byte for byte; run interpreted on a CPU, and on a GPU.
-
-``python -m tests.kernels.transpose_codes_cases`` runs them under Triton's interpreter and prints what differs.
-"""
+"""Transposed codes by the kernel against the reference, byte for byte; run interpreted on a CPU, and on a GPU."""
 
 from itertools import product
 
 import torch
 
 from megatron_lowprec.kernels.transpose_codes import reference
-from tests.kernels.interpreted import main
 
 # one row, one column, whole tiles of 128, whole vectors of 16 bytes, and neither
 SIZES = ((1, 1), (1, 300), (300, 1), (128, 256), (144, 272), (257, 131))
@@ -42,7 +38,3 @@ def differences(device: str) -> tuple[int, list[str]]:
         if got.dtype != want.dtype or not torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)):
             found.append(f"{count} of {size}")
     return len(cases) + len(groups), found
-
-
-if __name__ == "__main__":
-    main(differences)

@@ -19,7 +19,7 @@ RELEASE_TESTS ?= tests/mcore tests/distributed/test_driver.py tests/training/tes
 LAYOUT_PARITY ?= $(MATRIX)
 OPTIONAL := wandb,datasets,sentencepiece,peft,torchtitan
 FUZZ ?= --mutations 500 --out docs/results/fuzz.md
-FAULT_INJECTION ?= $(or $(FAULTS),--kills 30 --kills-in-save 10 --out docs/results/fault-injection.md)
+FAULT_INJECTION ?= --kills 30 --kills-in-save 10 --out docs/results/fault-injection.md
 
 # Tests start hundreds of processes that import this package: its bytecode is written, whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
@@ -37,7 +37,7 @@ TE_WHEEL := $(VENV)/transformer_engine-$(TE_VERSION)-py3-none-any.whl
 threads = cores=$$(getconf _NPROCESSORS_ONLN); \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$((cores > $(1) ? cores / $(1) : 1))}
 
-.PHONY: help setup train test test-weekly test-fast test-clients test-megatron-core test-optional test-fault-injection test-layout-parity test-compile test-block-scaled test-fuzz test-faults test-matrix lint types format clean
+.PHONY: help setup train test test-weekly test-fast test-clients test-megatron-core test-optional test-fault-injection test-layout-parity test-compile test-block-scaled test-fuzz lint types format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -124,14 +124,6 @@ test-block-scaled: setup  ## instructions of the block-scaled GEMMs for Blackwel
 
 test-fuzz: setup  ## damaged and hostile files for every reader, 500 each, ten minutes on an idle core; FUZZ are flags of tools/fuzz
 	@$(BIN)/python -W ignore -m tools.fuzz $(FUZZ)
-
-test-faults:  ## former name of test-fault-injection, for one release
-	@echo "make: warning: test-faults is now test-fault-injection; the next release drops the old name" >&2
-	@$(MAKE) --no-print-directory test-fault-injection
-
-test-matrix:  ## former name of test-layout-parity, for one release
-	@echo "make: warning: test-matrix is now test-layout-parity; the next release drops the old name" >&2
-	@$(MAKE) --no-print-directory test-layout-parity
 
 lint: setup  ## ruff: rules and layout
 	@$(BIN)/ruff check

@@ -6,7 +6,7 @@ import os
 import re
 import select
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 _LONGEST = 4000  # characters of a message, which may quote a file
@@ -102,15 +102,3 @@ def _stdout_is_closed() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def current_argv(argv: Sequence[str], renamed: Mapping[str, str]) -> list[str]:
-    """``argv`` with renamed options replaced and a warning for each; a name without dashes is the subcommand."""
-    current = []
-    for position, word in enumerate(argv):
-        name, equals, value = word.partition("=")
-        if name in renamed and (name.startswith("--") or position == 0):
-            print(f"warning: {name} is now {renamed[name]}; the next release drops the old name", file=sys.stderr)
-            word = renamed[name] + equals + value
-        current.append(word)
-    return current

@@ -433,10 +433,6 @@ if [[ " $* " == *" -- "* ]]; then
     exit $failed
 fi
 for part in "$@"; do
-    if [ "$part" = matrix ]; then
-        echo "scripts/measure.sh: warning: matrix is now layouts; the next release drops the old name" >&2
-        part=layouts
-    fi
     if [[ " $parts " != *" $part "* ]]; then
         echo "scripts/measure.sh: $part is none of: $parts" >&2
         exit 2

@@ -73,7 +73,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     jobs.add_argument(
         "--only", action="append", default=[], metavar="PATTERN", help="jobs by a glob, or a part, of their names"
     )
-    jobs.add_argument("--job", "--cell", type=int, metavar="N", help="the one job of this number, from 0")
+    jobs.add_argument("--job", type=int, metavar="N", help="the one job of this number, from 0")
     jobs.add_argument(
         "--evaluate", metavar="FLAGS", help="instead of the file's: flags of megatron-lowprec eval, to score each job"
     )
@@ -84,9 +84,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     where = parser.add_argument_group("where they run")
     where.add_argument("--gpus", help="such as 0,1: only these of the machine's GPUs")
-    for new, old in RENAMED.items():
-        flags = [f"--{name.replace('_', '-')}" for name in (new, old)]
-        where.add_argument(*flags, type=int, metavar="N", help="instead of the file's resources")
+    for name in RENAMED:
+        where.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="instead of the file's resources")
     where.add_argument("--slurm", action="store_true", help="submit a job array, one task a job")
     where.add_argument("--slurm-dry-run", action="store_true", help="print its script and stop")
     where.add_argument(

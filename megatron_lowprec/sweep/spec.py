@@ -47,7 +47,7 @@ RENAMED = {
     "processes_per_job": "processes_per_cell",
     "jobs_at_once": "cells_at_once",
 }
-"""Present names of resources -> former names, which files and command lines may still use."""
+"""Present names of resources -> former names, which files may still use."""
 
 LABEL = re.compile(r"[A-Za-z0-9_.+-]+")
 _SBATCH_NAME = re.compile(r"[a-z][a-z0-9-]*")

@@ -253,10 +253,9 @@ def test_each_job_sees_its_own_gpu(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--jobs-at-once", "--cells-at-once"])  # the old name
-def test_jobs_at_once_on_a_cpu(fake: Fake, write_sweep: WriteSweep, flag: str) -> None:
+def test_jobs_at_once_on_a_cpu(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.behave(bf16="meet", mxfp4="meet")
-    assert fake.run(write_sweep(), flag, "2") == 0
+    assert fake.run(write_sweep(), "--jobs-at-once", "2") == 0
     assert max(call["at_once"] for call in (*fake.calls(BF16), *fake.calls(MXFP4))) == 2
 
 

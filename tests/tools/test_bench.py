@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lowprec.errors import UserError, current_argv
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.text_tables import Column, render
 from tests.waiting import PATIENCE
 from tools.bench import (
@@ -29,7 +29,7 @@ from tools.bench import (
     shapes,
     step,
 )
-from tools.bench.__main__ import RENAMED, main
+from tools.bench.__main__ import main
 from tools.bench.cases import layer
 from tools.bench.cases.op_cases import OpCase
 from tools.bench.measure import Bench, Copy, Timing, combined, cycle_inputs, rate
@@ -99,7 +99,6 @@ def test_configs_of_the_table_have_the_same_sizes() -> None:
         (["step", "--shapes", "70b"], "no config"),
         (["step", "--cuda-graphs"], "--cuda-graphs with --device cpu and --warm-up 5"),
         (["ops", "--ops", "softmax"], "norm, bias, gelu"),
-        (["around", "--pieces", "softmax"], "--ops softmax"),
     ],
 )
 def test_errors_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -569,12 +568,3 @@ def test_models_are_compiled_where_there_is_a_gpu(
     rows = list(hugging_face._rows("smoke", args, bench, Report({}, {}), torchao=False))
     assert made == want
     assert len({str(row["variant"]) for row in rows}) == len(rows) == 2 * len(want)
-
-
-def test_former_names_are_accepted_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["around", "--pieces=norm", "--out", "around"]
-    assert current_argv(argv, RENAMED) == ["ops", "--ops=norm", "--out", "around"]
-    assert [line.split(";")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "warning: around is now ops",
-        "warning: --pieces is now --ops",
-    ]

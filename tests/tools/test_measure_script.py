@@ -66,13 +66,6 @@ def test_peaks_of_saved_activations_are_compared_without_cuda_graphs(tmp_path: P
     assert done.stdout.count("'--cuda-graph-impl' 'none'") == len(done.stdout.splitlines()) == 12
 
 
-def test_the_former_name_of_a_part_is_accepted(tmp_path: Path) -> None:
-    done = measure("--dry-run", str(tmp_path), "matrix", GPUS="2")
-    assert done.returncode == 0
-    assert "matrix is now layouts" in done.stderr
-    assert "tools.layout_parity" in done.stdout
-
-
 @pytest.mark.parametrize("part", ["speed", "run"])  # run is a function of the script, but no part
 def test_unknown_parts_are_refused(tmp_path: Path, part: str) -> None:
     done = measure("--dry-run", str(tmp_path), part, GPUS="0")

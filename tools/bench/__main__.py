@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lowprec.errors import Parser, UserError, current_argv, names, run_tool
+from megatron_lowprec.errors import Parser, UserError, names, run_tool
 from megatron_lowprec.training.config.paths import output_file
 
 # Subcommand: rounds, subject. The overhead at 70B is as small as the noise of one round; each round of step and scaling
@@ -34,7 +34,6 @@ COMMANDS = {
 PEERS = {"linear": ("te", "torchao"), "experts": ("te",), "step": ("te",), "hugging_face": ("torchao",)}
 OF_MODELS = ("hugging_face", "frozen")
 """Commands on models of Hugging Face, which have their own linear layers and tokens."""
-RENAMED = {"around": "ops", "--pieces": "--ops"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -145,7 +144,6 @@ def _rates(text: str) -> tuple[float, float]:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code."""
-    argv = current_argv(argv, RENAMED)
     args = build_parser().parse_args(argv)
     if args.device == "cpu":
         # Triton reads this when a kernel is defined.

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from megatron_lowprec.errors import Parser, current_argv
+from megatron_lowprec.errors import Parser
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.distributed.startup import versions
 from tools.fault_injection.run import Failure
@@ -43,7 +43,6 @@ validation and test losses must equal those of an undisturbed run, bit for bit, 
 | fault | times | in a save | lost | end (s) | left | losses |
 | --- | ---: | ---: | ---: | ---: | ---: | --- |
 """
-_RENAMED = {"--moments": "--kills", "--inside-save": "--kills-in-save"}
 
 
 def _split(total: int, parts: int) -> list[int]:
@@ -90,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random times")
     parser.add_argument("--folder", type=Path, help="keep all files here (default: temporary)")
     parser.add_argument("--out", type=output_file, help="write the page here, and its table as JSON beside it")
-    argv = current_argv(sys.argv[1:] if argv is None else argv, _RENAMED)
+    argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="fault-injection-") as temporary:
         folder = arguments.folder or Path(temporary)

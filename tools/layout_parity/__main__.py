@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec import get_recipe, recipes
-from megatron_lowprec.errors import Parser, UserError, current_argv, names, run_tool
+from megatron_lowprec.errors import Parser, UserError, names, run_tool
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.distributed.startup import versions
 from megatron_lowprec.training.monitoring.run_metadata import commit
@@ -32,7 +32,6 @@ from tools.layout_parity.launch import REPOSITORY, Runner
 from tools.layout_parity.page import in_short, render
 
 _REFERENCE_PARTS = 6  # at most, of the one-process runs
-_RENAMED = {"--judge": "--compare"}
 
 Content = dict[str, Any]
 """Content of the JSON file."""
@@ -58,8 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code."""
-    argv = current_argv(sys.argv[1:] if argv is None else argv, _RENAMED)
     parser = build_parser()
+    argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
     if arguments.compare is not None:
         return _publish(json.loads(arguments.compare.read_text(encoding="utf-8")), arguments.out or arguments.compare)

@@ -22,7 +22,7 @@ from megatron_lowprec.training.options.model_options import ModelOptions
 
 DEFAULT_CONFIG = "configs/models/gpt_tiny.yaml"
 RENAMED = {option.was: name for name, option in OPTIONS.items() if option.was}
-"""Former name -> name."""
+"""Former name, in configuration files and records of runs -> name."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,7 @@ def build_parser(problems: list[str] | None = None) -> argparse.ArgumentParser:
     for options in GROUPS:
         group = parser.add_argument_group((options.__doc__ or "").strip())
         for option in fields(options):
-            _add_flag(group, option.name, option.name, problems)
-    for old, new in RENAMED.items():
-        _add_flag(parser, old, new, problems)
+            _add_flag(group, option.name, problems)
     fp8 = parser.add_argument_group(
         "Megatron's FP8 flags: the layers kept in bf16 mean what they mean there; else use --recipe"
     )
@@ -98,17 +96,16 @@ def _collecting_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     return build_parser(problems), problems
 
 
-def _add_flag(group: argparse._ActionsContainer, name: str, option: str, problems: list[str] | None) -> None:
-    """``name`` is the option's, or its former one, which --help leaves out."""
-    kind, declared = KINDS[option], OPTIONS[option]
-    text = argparse.SUPPRESS if declared.hidden or name != option else declared.help.replace("%", "%%")
+def _add_flag(group: argparse._ActionsContainer, name: str, problems: list[str] | None) -> None:
+    kind, declared = KINDS[name], OPTIONS[name]
+    text = argparse.SUPPRESS if declared.hidden else declared.help.replace("%", "%%")
     convert = _converter(name, kind, problems)
     if kind.element is bool:
         group.add_argument(flag(name), action="store_true", help=text)
         if not name.startswith(("no_", "disable_")):
             # YAML may have switched it on.
             group.add_argument(flag("no_" + name), dest=name, action="store_false", help=argparse.SUPPRESS)
-    elif option == "recipe_override":
+    elif name == "recipe_override":
         group.add_argument(flag(name), action="append", metavar="KEY=VALUE", help=text)
     elif kind.is_list:
         group.add_argument(flag(name), nargs="+", type=convert, help=text)

@@ -52,7 +52,7 @@ class Option:
         required: resolution refuses a run that meets ``needs`` and has no value.
         one_of: the quantity that it sets. Options of a quantity exclude each other; "quantity/way" where several
             options together are one way.
-        was: former name, accepted for one release with a log line.
+        was: former name, which files and records of runs may have.
         formerly: another default of older versions, which records without the option may stand for.
         path: what it names the files of: "tokenizer" or "data".
         hidden: --help leaves it out.

@@ -47,17 +47,17 @@ def test_recipe_overrides_add_up(tmp_path: Path) -> None:
 
 def test_old_names_are_read_with_a_warning(tmp_path: Path) -> None:
     file = write(tmp_path, "recipe-set: [a=1]\nfill-amax-histories: true\nsame-noise-on-data-parallel: true\n")
-    config, given, notes = parse(["--config", file, "--recipe-set", "b=2", "--stock-linears"])
+    config, given, notes = parse(["--config", file, "--recipe-override", "b=2"])
     assert config.recipe_override == ["a=1", "b=2"]
-    assert (config.calibrate_amax, config.share_rng_across_dp, config.no_lowprec_linears) == (True, True, True)
-    assert {"recipe_override", "calibrate_amax", "share_rng_across_dp", "no_lowprec_linears"} <= given
-    assert len(notes) == 5
-    assert "--stock-linears is now --no-lowprec-linears" in " ".join(notes)
+    assert (config.calibrate_amax, config.share_rng_across_dp) == (True, True)
+    assert {"recipe_override", "calibrate_amax", "share_rng_across_dp"} <= given
+    assert len(notes) == 3
+    assert "--fill-amax-histories is now --calibrate-amax" in " ".join(notes)
 
 
-def test_an_option_under_both_names_is_refused() -> None:
+def test_an_option_under_both_names_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--recipe-set and --recipe-override"):
-        parse(["--recipe-set", "a=1", "--recipe-override", "b=2"])
+        parse(["--config", write(tmp_path, "recipe-set: [a=1]\nrecipe-override: [b=2]\n")])
 
 
 @pytest.mark.parametrize("warmup", ["--lr-warmup-iters 7", "--lr-warmup-samples 7"])

@@ -192,7 +192,7 @@ def eager(casts: list[dict[str, Any]]) -> tuple[set[tuple[str, str]], list[list[
     """
     import triton
 
-    from megatron_lowprec.kernels.cast_fp8 import amax
+    from megatron_lowprec.kernels.cast_fp8 import triton_amax as amax
 
     code, sizes, launch = set[tuple[str, str]](), list[list[int]](), Specialized.launch
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.bias_grad.triton import sum_launch, sum_partials
-from megatron_lowprec.kernels.cast_fp8.amax import amax_of, source_of_vector_amaxes, vector_amaxes_launch
+from megatron_lowprec.kernels.cast_fp8.triton_amax import amax_of, source_of_vector_amaxes, vector_amaxes_launch
 from megatron_lowprec.kernels.cast_fp8.prologue import (
     KINDS,
     CastPrologue,

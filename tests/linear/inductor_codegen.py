@@ -173,7 +173,7 @@ def generate(recipe: str, dynamic: bool, bias: bool) -> Codegen:
         decompositions=select_decomp_table(),
     )
     with (
-        patch.object(traced, "INDUCTOR_LAUNCHES", "1"),
+        patch.object(traced, "INDUCTOR_LAUNCHES", True),
         patch("megatron_lowprec.linear.backends.resolved.arch_of", lambda _: "sm90"),
         patch("megatron_lowprec.linear.backends.hopper_fp8.dense.load", lambda _: cast_reference),
     ):

@@ -140,11 +140,8 @@ not know; autograd refuses a backward pass that writes a tensor of its graph whe
 """
 
 
-INDUCTOR_LAUNCHES = os.environ.get("MEGATRON_LOWPREC_INDUCTOR_LAUNCHES", "static")
-"""Casts of an FP8 backend that Inductor launches without this package, if they have a plan; set before tracing.
-
-"static": of matrices whose number of rows is fixed, whose bits a GPU has compared; "1": all; any other: none.
-"""
+INDUCTOR_LAUNCHES = os.environ.get("MEGATRON_LOWPREC_INDUCTOR_LAUNCHES", "1") != "0"
+"""Whether Inductor launches casts of an FP8 backend that have a plan, without this package; set before tracing."""
 
 
 def _planned_rule(device: torch.device, key: int, backend: str, tensor: str, request: CastRequest) -> Any:
@@ -239,8 +236,7 @@ class TracedGemms(GemmBackend):
         if self.fuses_producer and (spec.granularity, spec.scaling) == ("tensor", "current"):
             known = _amax(matrix) if amax is None else amax.value
         constants = self._key, self.name, tensor, list(request)
-        asked = INDUCTOR_LAUNCHES == "1" or (INDUCTOR_LAUNCHES == "static" and isinstance(matrix.shape[0], int))
-        if asked and self._backend.planned_rule(tensor, request) is not None:
+        if INDUCTOR_LAUNCHES and self._backend.planned_rule(tensor, request) is not None:
             matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
             found = planned_cast(matrix, known, *constants, _planned_kernels())
         else:

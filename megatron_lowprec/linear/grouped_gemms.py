@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
 
 from megatron_lowprec.kernels.dispatch import fuses
+from megatron_lowprec.kernels.matrices import Matrices
 from megatron_lowprec.linear.backends.grouped_protocol import (
     GroupedBackend,
     GroupOperand,
@@ -37,25 +40,39 @@ class SavedGroup:
         x: the input of all experts, [T, I], or its codes: of a backend for wgrad, or of the dispatcher; None if each
             expert saves quantized data.
         x_scale: decode scales of the codes, or None.
-        experts: weight, and the columnwise data of the quantized input if saved, of each expert.
+        held: the tensors of ``weights``, if ``experts`` is empty.
+        experts: what each expert saves; none where x is of all of them.
         dispatched: spec of the dispatcher's codes, which are rowwise; None for others.
     """
 
     x: torch.Tensor | None
     x_scale: torch.Tensor | None
-    experts: tuple[SavedForBackward, ...]
+    held: tuple[torch.Tensor, ...]
+    experts: tuple[SavedForBackward, ...] = ()
     dispatched: QuantSpec | None = None
 
     @staticmethod
-    def of(x: torch.Tensor | QuantizedTensor | GroupOperand, weights: Sequence[torch.Tensor]) -> SavedGroup:
+    def of(x: torch.Tensor | QuantizedTensor | GroupOperand, weights: Matrices) -> SavedGroup:
         """Saves x for all experts, or its operand of wgrad."""
-        experts = tuple(SavedForBackward(weight, None, None, None, None, None, _NO_INPUT) for weight in weights)
         if isinstance(x, QuantizedTensor):
-            return SavedGroup(*x.rowwise(), experts, x.spec)
+            return SavedGroup(*x.rowwise(), weights.tensors, dispatched=x.spec)
         if isinstance(x, GroupOperand):
             assert isinstance(x.data, torch.Tensor)
-            return SavedGroup(x.data, x.scale, experts)
-        return SavedGroup(x, None, experts)
+            return SavedGroup(x.data, x.scale, weights.tensors)
+        return SavedGroup(x, None, weights.tensors)
+
+    @property
+    def weights(self) -> Matrices:
+        """[O, I] of each expert."""
+        if self.experts:
+            return Matrices([one.weight for one in self.experts])
+        return Matrices(self.held[0] if self.held[0].dim() == 3 else self.held)
+
+    def of_experts(self) -> Sequence[SavedForBackward]:
+        """What each expert saves, besides x of all."""
+        return self.experts or [
+            SavedForBackward(weight, None, None, None, None, None, _NO_INPUT) for weight in self.weights
+        ]
 
     def operand(self) -> GroupOperand | None:
         """The operand of wgrad; None if x is unquantized or not saved."""
@@ -71,11 +88,11 @@ class SavedGroup:
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All tensors, for ``save_for_backward``."""
-        return self.x, self.x_scale, *(tensor for expert in self.experts for tensor in expert.tensors())
+        return self.x, self.x_scale, *self.held, *(tensor for expert in self.experts for tensor in expert.tensors())
 
     def without_input(self) -> SavedGroup:
         """For a backward pass that recomputes x, or frozen weights, which have no wgrad."""
-        return SavedGroup(None, None, tuple(one.without_input() for one in self.experts))
+        return SavedGroup(None, None, self.held, tuple(one.without_input() for one in self.experts))
 
     def without_tensors(self) -> SavedGroup:
         """The rest, to keep beside ``save_for_backward``."""
@@ -83,11 +100,10 @@ class SavedGroup:
 
     def with_tensors(self, tensors: Sequence[Any]) -> SavedGroup:
         """The same with other ``tensors``."""
-        x, x_scale, *rest = tensors
-        each = iter(rest)
-        of_experts = zip(*(each for _ in SavedForBackward._fields[:-1]), strict=True)
-        restored = [SavedForBackward._make((*of, one.layout)) for one, of in zip(self.experts, of_experts, strict=True)]
-        return SavedGroup(x, x_scale, tuple(restored), self.dispatched)
+        each = iter(tensors)
+        x, x_scale, *held = islice(each, 2 + len(self.held))
+        restored = (SavedForBackward._make((*islice(each, len(one.tensors())), one.layout)) for one in self.experts)
+        return SavedGroup(x, x_scale, tuple(held), tuple(restored), self.dispatched)
 
 
 class GroupedLinearGemms:
@@ -134,7 +150,7 @@ class GroupedLinearGemms:
         self,
         x_TI: torch.Tensor | QuantizedTensor,
         tokens: Sequence[int],
-        weights: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor] | torch.Tensor,
         rng_step: RngStep,
         update_amax: bool = True,
         save_input: bool = False,
@@ -144,10 +160,11 @@ class GroupedLinearGemms:
         Args:
             x_TI: rows of all experts; or their codes, of ``LinearGemms.quantize_tokens``.
             tokens: rows of each expert; their sum is T.
-            weights: [O, I] of each expert.
+            weights: [O, I] of each expert; or one tensor of all.
             update_amax: record amaxes of delayed scaling; False in evaluation.
             save_input: quantize x for wgrad from the same read, where ``LinearGemms.forward`` can.
         """
+        weights = Matrices.of(weights)
         backend = self._backend("fprop", x_TI, weights, update_amax)
         if backend is not None:
             for_wgrad = None
@@ -172,7 +189,7 @@ class GroupedLinearGemms:
             return torch.cat(products), SavedGroup.of(x_TI, weights)
         whole = x_TI if any(one.layout.spec is None for one in saved) else None
         return torch.cat(products), SavedGroup(
-            whole, None, tuple(one._replace(x=None) if one.layout.spec is None else one for one in saved)
+            whole, None, (), tuple(one._replace(x=None) if one.layout.spec is None else one for one in saved)
         )
 
     def backward(
@@ -184,7 +201,7 @@ class GroupedLinearGemms:
         accumulate_into: Sequence[torch.Tensor | None],
         update_amax: bool = True,
         gemms: Collection[str] = SIDES["grad_output"],
-        out: Sequence[torch.Tensor] | None = None,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
         """``dx = dy @ w`` of each expert's rows, [T, I], and each expert's ``dw = dy.T @ x``, [O, I].
 
@@ -193,12 +210,12 @@ class GroupedLinearGemms:
             tokens, saved, rng_step: of the forward pass.
             accumulate_into: fp32 [O, I] of each expert, to which its dw is added, or None for a new dw in dy's dtype.
             update_amax, gemms: as ``LinearGemms.grad_output``; the gradients of other GEMMs are None.
-            out: [O, I] of each expert, in which a new dw is written.
+            out: [experts, O, I], in which new dw of all are written.
         """
         has_dx, has_dw, none = "dgrad" in gemms, "wgrad" in gemms, [None] * len(tokens)
         saved = saved.dequantized(dy_TO.dtype)
         codes, dy_TO = (dy_TO, dy_TO.dequantize(dy_TO.dtype)) if isinstance(dy_TO, QuantizedTensor) else (None, dy_TO)
-        weights = [one.weight for one in saved.experts]
+        weights = saved.weights
         whole = saved.x is not None or not has_dw
         backend = self._backend("wgrad", dy_TO, weights, update_amax) if whole else None
         if backend is not None:
@@ -233,7 +250,8 @@ class GroupedLinearGemms:
         inputs = [None] * len(rows) if saved.x is None else saved.x.split(rows)
         parts, dw = [], []
         dys = dy_TO.split(rows) if codes is None else split_rows(codes, rows)
-        for expert, dy, x, one, total in zip(self.experts, dys, inputs, saved.experts, accumulate_into, strict=True):
+        each = zip(self.experts, dys, inputs, saved.of_experts(), accumulate_into, strict=True)
+        for expert, dy, x, one, total in each:
             arrived = isinstance(dy, QuantizedTensor)
             if arrived:
                 grad = expert.dispatched_grad_output(dy)
@@ -246,21 +264,25 @@ class GroupedLinearGemms:
                 assert x_or_data is not None
                 dw.append(expert.wgrad(grad, x_or_data, rng_step, accumulate_into=total, input_amax=one.input_amax))
         if out is not None and dw:
-            torch._foreach_copy_(list(out), dw)
+            torch._foreach_copy_(out.unbind(), dw)
         return torch.cat(parts) if has_dx else None, dw or none
 
+    @cached_property
+    def _runs(self) -> dict[bool, bool]:
+        """Whether a backend may run passes that record amaxes (True), and those that do not."""
+        recipe, plain = self.experts[0].recipe, all(isinstance(gemms, LinearGemms) for gemms in self.experts)
+        return {  # others are instrumented
+            True: plain and all(gemms.records for gemms in self.experts),
+            # in evaluation an expert without an amax may have current scales
+            False: plain and all(gemms.records or gemms.recipe == recipe for gemms in self.experts),
+        }
+
     def _backend(
-        self, name: str, rows: torch.Tensor | QuantizedTensor, weights: Sequence[torch.Tensor], update_amax: bool
+        self, name: str, rows: torch.Tensor | QuantizedTensor, weights: Matrices, update_amax: bool
     ) -> GroupedBackend | None:
         """The backend that runs a GEMM on x or dy of all experts, and their weights; None for the loop."""
-        recipe = self.experts[0].recipe
-        if not all(isinstance(gemms, LinearGemms) for gemms in self.experts):  # instrumented
-            return None
-        # in evaluation an expert without an amax may have current scales
-        if not all(gemms.records or (gemms.recipe == recipe and not update_amax) for gemms in self.experts):
-            return None
-        alike = all(w.is_contiguous() and w.dtype == rows.dtype for w in weights)
-        return self._supported(name, weights[0]) if alike and rows.shape[0] > 0 else None
+        alike = all(w.is_contiguous() and w.dtype == rows.dtype for w in weights.kinds)
+        return self._supported(name, weights[0]) if self._runs[update_amax] and alike and rows.shape[0] > 0 else None
 
     def _supported(self, name: str, weight: torch.Tensor) -> GroupedBackend | None:
         """The backend whose kernels run a GEMM with a weight [O, I]; None for the loop."""
@@ -272,12 +294,12 @@ class GroupedLinearGemms:
         self,
         name: str,
         backend: GroupedBackend,
-        weights: Sequence[torch.Tensor],
+        weights: Matrices,
         rng_step: RngStep,
         update_amax: bool,
     ) -> GroupOperand:
         """Weights of all experts for a GEMM, from the first expert's cache if that holds them."""
-        primary = [weight for weight in weights if isinstance(weight, Fp8Weight)]
+        primary = [weight for weight in weights.kinds if isinstance(weight, Fp8Weight)]
         if primary and update_amax and primary[0].spec.scaling == "delayed":
             amax = torch.cat([weight.main_amax for weight in primary])
             raise_newest([gemms.histories["weight"] for gemms in self.experts], amax)
@@ -292,17 +314,18 @@ class GroupedLinearGemms:
     def _totals(
         self,
         accumulate_into: Sequence[torch.Tensor | None],
-        weights: Sequence[torch.Tensor],
-        out: Sequence[torch.Tensor] | None,
-    ) -> tuple[list[torch.Tensor], list[bool]]:
+        weights: Matrices,
+        out: torch.Tensor | None,
+    ) -> tuple[Sequence[torch.Tensor], list[bool]]:
         """Each expert's output of wgrad, new if it has no fp32 one; and whether to overwrite it."""
+        if out is not None:
+            return Matrices(out), [True] * len(out)
         totals, overwrite = [], []
-        new = map(torch.empty_like, weights) if out is None else iter(out)
-        for gemms, total, own in zip(self.experts, accumulate_into, new, strict=True):
+        for gemms, total, weight in zip(self.experts, accumulate_into, weights, strict=True):
             overwrite.append(total is None or gemms.main_grad_is_zero)
             if total is not None:
                 gemms.main_grad_is_zero = False
-            totals.append(own if total is None else total)
+            totals.append(torch.empty_like(weight) if total is None else total)
         return totals, overwrite
 
 

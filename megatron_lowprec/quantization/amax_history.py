@@ -141,6 +141,20 @@ class AmaxHistory:
         self.window[:, slot] *= factor
 
 
+def cells_of(histories: Sequence[tuple[AmaxHistory, int]]) -> tuple[Any, Any]:
+    """``AmaxHistory.cells`` of tensors in slots: all ``in_effect`` and all ``newest``.
+
+    Each is one view [tensors] if a history has the tensors at equal distances, else a sequence of views [1].
+    """
+    (history, first), (_, second) = histories[0], histories[min(1, len(histories) - 1)]
+    slots = range(first, first + len(histories) * max(1, second - first), max(1, second - first))
+    if all(other is history and slot == at for at, (other, slot) in zip(slots, histories, strict=True)):
+        own = slice(slots.start, slots.stop, slots.step)
+        return history.in_effect[own], history.newest[own]
+    in_effect, newest = zip(*(history.cells(slot) for history, slot in histories), strict=True)
+    return in_effect, newest
+
+
 def raise_newest(histories: Sequence[tuple[AmaxHistory, int]], amax: torch.Tensor) -> None:
     """``AmaxHistory.update_amax`` of tensors in slots, from their amaxes, fp32 [tensors]."""
     newest = [history.cells(slot)[1] for history, slot in histories]

@@ -16,6 +16,7 @@ from megatron_lowprec.kernels.grouped_cast_fp8 import reference as cast_referenc
 from megatron_lowprec.kernels.grouped_fp8_gemm import reference as fp8_reference
 from megatron_lowprec.kernels.grouped_gemm import reference as gemm_reference
 from megatron_lowprec.kernels.grouped_quantize import reference
+from megatron_lowprec.kernels.matrices import Matrices
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.kernels.quantize.coded_scale import PLAIN, CodedOptions
@@ -120,6 +121,8 @@ def operand_differences(case: Case, device: str) -> list[str]:
     sources[2][:, :32] = 0
     sources[3][7, 5], sources[0][1, 40] = torch.inf, torch.nan
     sources = [source.to(device, case.dtype) for source in sources]
+    whole = Matrices(torch.cat(sources), ROWS) if case.columnwise else sources
+    both = (reference, sources), (triton, whole)
     headroom = 0.75 if case.rounding == "stochastic" else 1.0
     rule = MxRule(
         FORMATS[case.fmt],
@@ -141,15 +144,12 @@ def operand_differences(case: Case, device: str) -> list[str]:
         signs = reference.scaled_signs_of_groups(keys, rng_step, case.block)
         drawn = triton.scaled_signs_of_groups(keys, rng_step, case.block)
         found += difference(f"signs of {case}", drawn == signs, drawn, signs)
-    amaxes = [
-        module.amaxes_of_groups(sources, rule, columnwise=case.columnwise, signs=signs)
-        for module in (reference, triton)
-    ]
+    amaxes = [module.amaxes_of_groups(given, rule, columnwise=case.columnwise, signs=signs) for module, given in both]
     same = (amaxes[0] == amaxes[1]) | (amaxes[0].isnan() & amaxes[1].isnan())
     found += difference(f"amaxes of {case}", same, amaxes[1], amaxes[0])
     (want, want_scales), (got, scales) = (
         module.quantize_mx_groups(
-            sources,
+            given,
             rule,
             columnwise=case.columnwise,
             keys=keys,
@@ -161,7 +161,7 @@ def operand_differences(case: Case, device: str) -> list[str]:
             whole=case.whole,
             out_dtype=case.out,
         )
-        for module in (reference, triton)
+        for module, given in both
     )
     if want_scales is not None and scales is not None:
         same = (scales == want_scales) | (scales.isnan() & want_scales.isnan())
@@ -299,10 +299,11 @@ def cast_differences(device: str) -> list[str]:
         for rows, power in ((5, 3), (0, 0), (130, -9), (1, 0))
     ]
     sources[3].zero_()
+    whole = Matrices(torch.cat(sources), [len(source) for source in sources])
     observed = [torch.tensor([value], device=device) for value in (1e9, 3.0, 0.0, 0.0)]
     for fmt, margin, observes in (("e4m3", 0, False), ("e5m2", 1, True)):
         rule = Fp8Rule(FORMATS[fmt], "tensor", margin=margin)
-        amaxes = [module.amax_of_groups(sources) for module in (cast_reference, triton)]
+        amaxes = [cast_reference.amax_of_groups(sources), triton.amax_of_groups(whole)]
         found += difference("amax", amaxes[0] == amaxes[1], amaxes[1], amaxes[0])
         results = []
         for module in (cast_reference, triton):
@@ -325,7 +326,22 @@ def cast_differences(device: str) -> list[str]:
     ]
     codes = [cast.columnwise_data.view(torch.uint8) for cast in casts if cast.columnwise_data is not None]
     found += difference("columns with a scale each", codes[0] == codes[1], codes[1], codes[0])
-    return found + difference("their scales", casts[0].scale == casts[1].scale, casts[1].scale, casts[0].scale)
+    found += difference("their scales", casts[0].scale == casts[1].scale, casts[1].scale, casts[0].scale)
+    for granularity in ("tensor", "row"):  # of the current amax, another rank's is twice as large
+        rule, ways = Fp8Rule(FORMATS["e4m3"], granularity), {"rowwise": False, "columnwise": True}
+        want, got = (
+            module.cast_fp8_groups(given, rule, reduce_amax=lambda own: 2 * own, **ways)
+            for module, given in ((cast_reference, sources), (triton, whole))
+        )
+        for name, one, other in zip(("codes", "scale"), want[1:], got[1:], strict=True):
+            found += difference(f"current {name} of a {granularity}", one == other, other, one)
+    own, newest = torch.rand(2, len(sources), device=device)
+    casts, raised = [], [newest.clone(), newest.clone()]
+    for module, observes in zip((cast_reference, triton), raised, strict=True):
+        rule = Fp8Rule(FORMATS["e4m3"], "tensor")
+        casts.append(module.cast_fp8_groups(sources, rule, amax=own, observed=observes, rowwise=True, columnwise=False))
+    found += difference("scales of one tensor's amaxes", casts[0].scale == casts[1].scale, casts[1].scale, own)
+    return found + difference("observed in one tensor", raised[0] == raised[1], raised[1], raised[0])
 
 
 def differences(device: str) -> tuple[int, list[str]]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from types import FrameType
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from megatron_lowprec.kernels.matrices import Matrices
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.linear import grouped_gemms
 from megatron_lowprec.linear.backends import resolved
@@ -41,13 +45,13 @@ SHARD = {"O": ShardSlice(256, gate_offset=128, gate_stride=256)}
 
 
 @contextmanager
-def grouped_ops(arch: str = "cpu") -> Iterator[list[str]]:
+def grouped_ops(arch: str = "cpu", module_of_ops: str = "reference") -> Iterator[list[str]]:
     """The grouped paths on a CPU, as on ``arch``, with the ops' references; the ops that were taken."""
     taken = []
 
     def load(op: str) -> object:
         taken.append(op)
-        return import_module(f"megatron_lowprec.kernels.{op}.reference")
+        return import_module(f"megatron_lowprec.kernels.{op}.{module_of_ops}")
 
     with ExitStack() as stack:
         for module in (grouped_emulated, grouped_hopper_fp8):
@@ -146,7 +150,7 @@ def operand_differences(name: str, device: str) -> list[str]:
         assert grouped.why_not(gemm, weights[0]) is None
         sources, request = matrices[tensor], CastRequest(not columnwise, bool(columnwise))
         if tensor == "weight":
-            operand = grouped.weights(gemm, sources, STEP, True)
+            operand = grouped.weights(gemm, Matrices(sources), STEP, True)
             data = list(operand.data) if gemm == "fprop" else [one.t() for one in operand.data]
         else:
             rows = [len(source) for source in sources]
@@ -251,7 +255,7 @@ def test_codes_of_fp8_primary_weights_are_those_of_each_linear_layer(name: str) 
     group = GroupedLinearGemms(experts)
     backend = grouped_backend("hopper_fp8", [gemms.backends for gemms in experts])
     assert backend is not None
-    weights = [Fp8Weight.of(2.0**i * torch.randn(OUT, IN).bfloat16(), spec) for i in range(2)]
+    weights = Matrices([Fp8Weight.of(2.0**i * torch.randn(OUT, IN).bfloat16(), spec) for i in range(2)])
     for gemm, columnwise in (("fprop", False), ("dgrad", True)):
         data, scale = group._weights(gemm, backend, weights, STEP, True)
         assert group._weights(gemm, backend, weights, STEP, True).data is data
@@ -421,3 +425,32 @@ def test_gemms_of_two_backends_run_in_a_loop() -> None:
     with grouped_ops("sm90"):
         reason = GroupedLinearGemms(experts).why_in_a_loop("wgrad", torch.zeros(OUT, IN).bfloat16())
     assert reason == "dgrad runs on hopper_fp8, wgrad on emulated"
+
+
+@pytest.mark.parametrize(("name", "most"), [("fp8_current", 1100), ("mxfp8", 800), ("bf16", 450)])
+def test_calls_of_a_layer_do_not_grow_with_its_experts(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions that forward and backward pass call, of Python and of C: the GPU waits for them."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from megatron_lowprec.kernels.launch import Specialized
+
+    monkeypatch.setattr(Specialized, "launch", lambda *_: None)
+    found: list[int] = []
+    for number in (4, 64):
+        calls: list[str] = []
+
+        def count(frame: FrameType, event: str, _: Any, calls: list[str] = calls) -> None:
+            if event in ("call", "c_call") and "megatron_lowprec/" in frame.f_code.co_filename:
+                calls.append(frame.f_code.co_name)
+
+        group = GroupedLinearGemms([LinearGemms(load_recipe(name), LinearId(0, "fc1"), 0, AmaxHistory)] * number)
+        weight = torch.zeros(number, OUT, IN).bfloat16()
+        for step in range(3):
+            tokens = [i % 5 + step for i in range(number)]
+            x, dy = (torch.zeros(sum(tokens), size).bfloat16() for size in (IN, OUT))
+            with grouped_ops("sm90", "triton"):
+                sys.setprofile(count if step == 2 else None)
+                _, saved = group.forward(x, tokens, weight, STEP, save_input=True)
+                group.backward(dy, tokens, saved, STEP, [None] * number, out=torch.empty_like(weight))
+                sys.setprofile(None)
+        found.append(len(calls))
+    assert 200 < found[0] == found[1] <= most, found

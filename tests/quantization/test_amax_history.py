@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_lowprec.kernels.amax_history.reference import always_roll_history_
-from megatron_lowprec.quantization.amax_history import AmaxHistory, update_together
+from megatron_lowprec.quantization.amax_history import AmaxHistory, cells_of, update_together
 from megatron_lowprec.quantization.quantizer import delayed_encode_scale
 from megatron_lowprec.recipe.registry import FP8_DELAYED
 from megatron_lowprec.recipe.schema import HistorySpec
@@ -240,3 +240,21 @@ def test_histories_that_are_updated_together() -> None:
         for a, b in zip(together, one_by_one, strict=True):
             assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("newest", "window", "in_effect"))
             assert a.is_empty(0) == b.is_empty(0)
+
+
+def test_cells_of_tensors_are_one_view_at_equal_distances() -> None:
+    first, second = (AmaxHistory(HistorySpec(2, "max")) for _ in range(2))
+    for history in (first, second):
+        history.add_tensors(7)
+    for slots, step in (((2, 3, 4), 1), ((1, 3, 5), 2), ((6,), 1)):
+        for view, cells in zip(
+            cells_of([(first, slot) for slot in slots]), (first.in_effect, first.newest), strict=True
+        ):
+            assert (view.shape, view.stride()) == ((len(slots),), (step,))
+            assert view.data_ptr() == cells[slots[0] :].data_ptr()
+    for histories in ([(first, 0), (second, 1)], [(first, 2), (first, 1)], [(first, 1), (first, 1)]):
+        found = cells_of(histories)
+        assert [each[1].data_ptr() for each in found] == [
+            each.data_ptr() for each in histories[1][0].cells(histories[1][1])
+        ]
+        assert [each[0].shape for each in found] == [(1,), (1,)]

@@ -1,6 +1,6 @@
 """FP8 codes of a group of matrices, with a scale each or one a column; ``cast_fp8/reference.py`` casts each alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,8 +51,9 @@ def cast_fp8_groups(
     sources: Sequence[torch.Tensor],
     rule: Fp8Rule,
     *,
-    amax: Sequence[torch.Tensor],
-    observed: Sequence[torch.Tensor] | None = None,
+    amax: Sequence[torch.Tensor] | torch.Tensor | None = None,
+    reduce_amax: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    observed: Sequence[torch.Tensor] | torch.Tensor | None = None,
     rowwise: bool,
     columnwise: bool,
 ) -> GroupedFp8Cast:
@@ -61,9 +62,18 @@ def cast_fp8_groups(
     Args:
         sources: [M, N] each, bf16, contiguous; N a multiple of 16; any M, also 0.
         rule: granularity "tensor"; or "row", for columnwise data only.
-        amax: of each, from which its scales follow: fp32 [1], or [N] of its columns for "row".
+        amax: of each, from which its scales follow: fp32 [1], or [N] of its columns for "row"; or one tensor of all;
+            None for ``amax_of_groups``.
+        reduce_amax: returns the maximum over ranks of an amax that was None.
         observed: fp32 [1] of each, raised to the amax of its matrix if that is not empty, NaN as Inf.
     """
+    if amax is None:
+        current = amax_of_groups(sources, columns=rule.granularity == "row")
+        amax = current if reduce_amax is None else reduce_amax(current)
+    if isinstance(amax, torch.Tensor):
+        amax = amax.unbind() if rule.granularity == "row" else amax.split(1)
+    if isinstance(observed, torch.Tensor):
+        observed = observed.split(1)
     by_rows, by_columns = [], []
     for i, source in enumerate(sources):
         if not source.numel():

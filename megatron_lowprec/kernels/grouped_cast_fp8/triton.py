@@ -1,6 +1,6 @@
 """One launch for the FP8 codes of a group of matrices, with addresses in a table; bits equal ``reference.py``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from megatron_lowprec.kernels.grouped_cast_fp8 import reference
 from megatron_lowprec.kernels.grouped_cast_fp8.reference import GroupedFp8Cast
 from megatron_lowprec.kernels.grouped_quantize.triton import constants_of_groups, group_of
 from megatron_lowprec.kernels.launch import launch
+from megatron_lowprec.kernels.matrices import Matrices, addresses_of, units_of
 
 _BLOCK = tl.constexpr(reference.BLOCK)
 _COLUMNS, _WARPS = 64, 4  # not tuned
@@ -102,54 +103,54 @@ def _scale_of_groups_kernel(scale_ptr, table_ptr, length, CAST: tl.constexpr, GR
 
 def amax_of_groups(sources: Sequence[torch.Tensor], *, columns: bool = False) -> torch.Tensor:
     """As the reference."""
-    shape = (len(sources), sources[0].shape[1]) if columns else (len(sources),)
-    found = torch.zeros(shape, dtype=torch.float32, device=sources[0].device)
-    table, blocks = _table(sources)
-    if blocks:
-        N = sources[0].shape[1]
-        arguments = found, torch.from_numpy(table).to(found.device, non_blocking=True), N
-        constants = {"OF_COLUMNS": columns, **_groups(sources)}
-        launch(_amax_of_groups_kernel, (blocks, triton.cdiv(N, _COLUMNS)), arguments, constants)
-    return found
+    matrices = Matrices.of(sources)
+    return _amax(matrices, _table(matrices).to(matrices.device, non_blocking=True), _empty_amax(matrices, columns))
 
 
 def cast_fp8_groups(
     sources: Sequence[torch.Tensor],
     rule: Fp8Rule,
     *,
-    amax: Sequence[torch.Tensor],
-    observed: Sequence[torch.Tensor] | None = None,
+    amax: Sequence[torch.Tensor] | torch.Tensor | None = None,
+    reduce_amax: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    observed: Sequence[torch.Tensor] | torch.Tensor | None = None,
     rowwise: bool,
     columnwise: bool,
 ) -> GroupedFp8Cast:
     """As the reference."""
-    N, device = sources[0].shape[1], sources[0].device
-    first, blocks = _table(sources)
-    addresses = [[cell.data_ptr() for cell in cells] for cells in (amax, observed or amax)]
-    table = torch.from_numpy(np.concatenate((first, np.array(addresses, dtype=np.int64))))
+    matrices, of_columns = Matrices.of(sources), rule.granularity == "row"
+    groups, N, device = len(matrices), matrices.columns, matrices.device
+    in_effect = _empty_amax(matrices, of_columns) if amax is None else amax
+    addresses = addresses_of(in_effect)
+    table = _table(matrices, addresses, addresses if observed is None else addresses_of(observed))
     table = table.to(device, non_blocking=True)
+    if amax is None:
+        assert isinstance(in_effect, torch.Tensor)
+        _amax(matrices, table, in_effect)
+        if reduce_amax is not None:
+            in_effect.copy_(reduce_amax(in_effect))
     constants = rule.constants(rowwise, columnwise, observed is not None, False, 0, (0, 0), device)
+    blocks = units_of(matrices.rows, reference.BLOCK)[2]
     padded = blocks * reference.BLOCK
     rows = torch.empty((padded, N), dtype=torch.uint8, device=device) if rowwise else None
     columns = torch.empty((N, padded), dtype=torch.uint8, device=device) if columnwise else None
-    of_columns = rule.granularity == "row"
-    scale = torch.empty((len(sources), N) if of_columns else len(sources), dtype=torch.float32, device=device)
+    scale = torch.empty((groups, N) if of_columns else groups, dtype=torch.float32, device=device)
     if blocks:
         # placeholders for an absent direction, which the kernel does not access
         launch(
             _cast_groups_kernel,
-            (blocks, triton.cdiv(N, _COLUMNS)),
+            (blocks, -(-N // _COLUMNS)),
             (scale if rows is None else rows, scale if columns is None else columns, table, N, padded),
-            {"CAST": constants, **_groups(sources)},
+            {"CAST": constants, **constants_of_groups(groups), "BN": _COLUMNS},
             num_warps=_WARPS,
             enable_fp_fusion=False,
         )
     length = N if of_columns else 1
     launch(
         _scale_of_groups_kernel,
-        (len(sources), triton.cdiv(length, _COLUMNS)),
+        (groups, -(-length // _COLUMNS)),
         (scale, table, length),
-        {"CAST": constants, "GROUPS": len(sources), "BN": _COLUMNS},
+        {"CAST": constants, "GROUPS": groups, "BN": _COLUMNS},
         num_warps=1,
     )
     return GroupedFp8Cast(
@@ -157,13 +158,21 @@ def cast_fp8_groups(
     )
 
 
-def _table(sources: Sequence[torch.Tensor]) -> tuple[np.ndarray, int]:
-    """Address, rows and first block of each matrix; and the number of blocks."""
-    rows = [source.shape[0] for source in sources]
-    blocks = np.array(reference.padded_rows(rows), dtype=np.int64) // reference.BLOCK
-    addresses = np.array([source.data_ptr() for source in sources], dtype=np.int64)
-    return np.stack((addresses, np.array(rows, dtype=np.int64), blocks.cumsum() - blocks)), int(blocks.sum())
+def _empty_amax(matrices: Matrices, columns: bool) -> torch.Tensor:
+    shape = (len(matrices), matrices.columns) if columns else (len(matrices),)
+    return torch.zeros(shape, dtype=torch.float32, device=matrices.device)
 
 
-def _groups(sources: Sequence[torch.Tensor]) -> dict[str, int]:
-    return {**constants_of_groups(len(sources)), "BN": _COLUMNS}
+def _amax(matrices: Matrices, table: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """Raises ``amax``, zeros, to that of each matrix or of its columns."""
+    if blocks := units_of(matrices.rows, reference.BLOCK)[2]:
+        constants = {"OF_COLUMNS": amax.dim() == 2, **constants_of_groups(len(matrices)), "BN": _COLUMNS}
+        grid = blocks, -(-matrices.columns // _COLUMNS)
+        launch(_amax_of_groups_kernel, grid, (amax, table, matrices.columns), constants)
+    return amax
+
+
+def _table(matrices: Matrices, *more: np.ndarray) -> torch.Tensor:
+    """Address, rows and first block of each matrix, then ``more``, in one table for all launches of a cast."""
+    first = units_of(matrices.rows, reference.BLOCK)[1]
+    return torch.from_numpy(np.array((matrices.addresses, units_of(matrices.rows)[0], first, *more)))

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.format_dtypes import DTYPES
-from megatron_lowprec.kernels.grouped_cast_fp8.reference import BLOCK, padded_rows
+from megatron_lowprec.kernels.grouped_cast_fp8.reference import BLOCK
 from megatron_lowprec.kernels.grouped_quantize.triton import constants_of_groups, group_of
 from megatron_lowprec.kernels.launch import launch
+from megatron_lowprec.kernels.matrices import addresses_of, units_of
 
 _DTYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -176,11 +177,11 @@ def _grouped_fp8_wgrad_kernel(
 
 def pad_groups(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """As the reference."""
-    whole = padded_rows(rows)
-    if whole == list(rows):
+    blocks = units_of(tuple(rows), BLOCK)[2]
+    if blocks * BLOCK == x.shape[0]:
         return x
-    out = torch.empty((sum(whole), x.shape[1]), dtype=x.dtype, device=x.device)
-    grid = (sum(whole) // BLOCK, triton.cdiv(x.shape[1], 64))
+    out = torch.empty((blocks * BLOCK, x.shape[1]), dtype=x.dtype, device=x.device)
+    grid = (blocks, -(-x.shape[1] // 64))
     constants = {**constants_of_groups(len(rows)), "BN": 64}
     launch(_pad_kernel, grid, (x, out, _table(rows, x.device), x.shape[1]), constants)
     return out
@@ -198,23 +199,24 @@ def grouped_fp8_gemm(
     fast_accumulation: bool = False,
 ) -> torch.Tensor:
     """As the reference."""
-    (N, K), blocks = b[0].shape, granularity == "1x128"
-    out = torch.empty((sum(rows), N), dtype=out_dtype, device=a.device)
+    first, blocks, rows = b[0], granularity == "1x128", tuple(rows)
+    N, K = first.shape
+    out = torch.empty((units_of(rows)[2], N), dtype=out_dtype, device=a.device)
     arguments = (
         *(a, a_scale, b_scale, out),
-        _table(rows, a.device, [one.data_ptr() for one in b]),
+        _table(rows, a.device, addresses_of(b)),
         *(N, K),
         *(a_scale.stride() if blocks else (0, 0)),
-        b[0].stride(0),
+        first.stride(0),
         *(b_scale.stride()[:2] if blocks else (0, 0)),
     )
     constants = {
-        "ELEMENT": _DTYPES[b[0].dtype],
+        "ELEMENT": _DTYPES[first.dtype],
         "SCALES": _NUMBERS[granularity],
         "FAST": fast_accumulation,
         **constants_of_groups(len(b)),
     }
-    programs = sum(padded_rows(rows)) // BLOCK * triton.cdiv(N, BLOCK)
+    programs = units_of(rows, BLOCK)[2] * -(-N // BLOCK)
     launch(_grouped_fp8_gemm_kernel, programs, arguments, constants, num_warps=_WARPS, num_stages=_STAGES)
     return out
 
@@ -233,16 +235,9 @@ def grouped_fp8_wgrad_(
 ) -> None:
     """As the reference."""
     (M, tokens), N, of_blocks = a.shape, b.shape[0], granularity == "1x128"
-    blocks = np.array(padded_rows(rows), dtype=np.int64) // BLOCK
-    table = np.stack(
-        (
-            np.array([total.data_ptr() for total in totals]),
-            blocks,
-            blocks.cumsum() - blocks,
-            np.array(overwrite, dtype=np.int64),
-        )
-    )
-    programs = len(totals) * triton.cdiv(M, BLOCK) * triton.cdiv(N, BLOCK)
+    blocks, first_block, _ = units_of(tuple(rows), BLOCK)
+    table = np.array((addresses_of(totals), blocks, first_block, overwrite), dtype=np.int64)
+    programs = len(totals) * -(-M // BLOCK) * -(-N // BLOCK)
     arguments = (
         *(a, a_scale, b, b_scale),
         torch.from_numpy(table).to(a.device, non_blocking=True),
@@ -261,9 +256,8 @@ def grouped_fp8_wgrad_(
     launch(_grouped_fp8_wgrad_kernel, programs, arguments, constants, num_warps=_WARPS, num_stages=_STAGES)
 
 
-def _table(rows: Sequence[int], device: torch.device, *more: Sequence[int]) -> torch.Tensor:
+def _table(rows: Sequence[int], device: torch.device, *more: np.ndarray) -> torch.Tensor:
     """Rows, first padded row, first row and first block of each group, then ``more``."""
-    count, whole = np.array(rows, dtype=np.int64), np.array(padded_rows(rows), dtype=np.int64)
-    first = whole.cumsum() - whole
-    table = np.stack((count, first, count.cumsum() - count, first // BLOCK, *(np.array(row) for row in more)))
+    (count, first_row, _), (_, first_block, _) = (units_of(tuple(rows), size) for size in (1, BLOCK))
+    table = np.array((count, first_block * BLOCK, first_row, first_block, *more))
     return torch.from_numpy(table).to(device, non_blocking=True)

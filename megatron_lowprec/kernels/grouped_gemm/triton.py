@@ -11,6 +11,7 @@ import triton.language as tl
 
 from megatron_lowprec.kernels.grouped_quantize.triton import constants_of_groups, group_of
 from megatron_lowprec.kernels.launch import launch
+from megatron_lowprec.kernels.matrices import addresses_of, units_of
 from megatron_lowprec.kernels.tuning import Tuned
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -176,16 +177,17 @@ def grouped_gemm(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """As the reference."""
-    (T, K), (N, _), device = a.shape, b[0].shape, a.device
+    (T, K), first, device, rows = a.shape, b[0], a.device, tuple(rows)
+    N, strides = first.shape[0], first.stride()
     out = torch.empty((T, N), dtype=out_dtype, device=device)
-    count = np.array(rows, dtype=np.int64)
-    if not count.any():
+    count, first_row, total = units_of(rows)
+    if not total:
         return out
-    addresses = np.array([one.data_ptr() for one in b])
+    addresses = addresses_of(b)
 
     def run(tiling: Tiling) -> None:
-        tiles = -(-count // tiling.BM)
-        table = np.stack((addresses, count, count.cumsum() - count, tiles.cumsum() - tiles))
+        _, first_tile, tiles = units_of(rows, tiling.BM)
+        table = np.array((addresses, count, first_row, first_tile))
         on_device = torch.from_numpy(table).to(device, non_blocking=True)
         constants = {
             "ALPHAS": isinstance(alpha, torch.Tensor),
@@ -198,14 +200,14 @@ def grouped_gemm(
         }
         launch(
             _grouped_gemm_kernel,
-            int(tiles.sum()) * -(-N // tiling.BN),
-            (a, out, on_device, N, K, *b[0].stride(), alpha),
+            tiles * -(-N // tiling.BN),
+            (a, out, on_device, N, K, *strides, alpha),
             constants,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
         )
 
-    kind = f"grouped product of [{N}, {K}], {'transposed' if b[0].stride(1) != 1 else 'row-major'}"
+    kind = f"grouped product of [{N}, {K}], {'transposed' if strides[1] != 1 else 'row-major'}"
     run(_tuned(kind, a.dtype).choose(T * K, run, device))
     return out
 
@@ -220,16 +222,17 @@ def grouped_wgrad_(
     overwrite: Sequence[bool],
 ) -> None:
     """As the reference."""
-    (M, N), count = totals[0].shape, np.array(rows, dtype=np.int64)
+    first = totals[0]
+    (M, N), (count, first_row, _) = first.shape, units_of(tuple(rows))
 
-    def run(tiling: Tiling, addresses: Sequence[int], overwrites: Sequence[bool]) -> None:
-        table = np.stack((np.array(addresses), count, count.cumsum() - count, np.array(overwrites, dtype=np.int64)))
+    def run(tiling: Tiling, addresses: np.ndarray, overwrites: Sequence[bool]) -> None:
+        table = np.array((addresses, count, first_row, overwrites), dtype=np.int64)
         on_device = torch.from_numpy(table).to(a.device, non_blocking=True)
         constants = {
             "ALPHAS": isinstance(alpha, torch.Tensor),
-            "TOTAL": _DTYPES[totals[0].dtype],
+            "TOTAL": _DTYPES[first.dtype],
             "ADDS": not all(overwrites),
-            "ALIGNED": all(address % 16 == 0 for address in addresses),
+            "ALIGNED": not (addresses % 16).any(),
             "EVEN": M % tiling.BM == 0 and N % tiling.BN == 0,
             "GROUPS": len(totals),
             "BM": tiling.BM,
@@ -248,8 +251,8 @@ def grouped_wgrad_(
     def measure(tiling: Tiling) -> None:
         # Measuring must not add to the gradients. The tensor lives until the launch is queued: memory freed before
         # would be the table's, and the kernel would overwrite the addresses that it reads.
-        scratch = torch.empty_like(totals[0])
-        run(tiling, [scratch.data_ptr()] * len(totals), [True] * len(totals))
+        scratch = torch.empty_like(first)
+        run(tiling, np.full(len(totals), scratch.data_ptr()), [True] * len(totals))
 
     tiling = _tuned(f"grouped weight gradient [{M}, {N}]", a.dtype).choose(a.numel(), measure, a.device)
-    run(tiling, [total.data_ptr() for total in totals], overwrite)
+    run(tiling, addresses_of(totals), overwrite)

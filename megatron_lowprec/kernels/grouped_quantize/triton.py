@@ -3,8 +3,9 @@
 A program finds its matrix by the first tile of each, so tables have one column a matrix, whatever their rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import triton.language as tl
 
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, raise_to_amax
 from megatron_lowprec.kernels.launch import Specialized, launch
+from megatron_lowprec.kernels.matrices import Matrices, units_of
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.philox.triton import draw_bits, place
@@ -34,9 +36,10 @@ def group_of(first_tile_ptr, tile, GROUPS: tl.constexpr, PADDED: tl.constexpr):
     return tl.sum((first <= tile).to(tl.int32)) - 1
 
 
-def constants_of_groups(groups: int) -> dict[str, int]:
+@lru_cache(maxsize=64)
+def constants_of_groups(groups: int) -> Mapping[str, int]:
     """What kernels with ``group_of`` are compiled for."""
-    return {"GROUPS": groups, "PADDED": triton.next_power_of_2(groups)}
+    return MappingProxyType({"GROUPS": groups, "PADDED": triton.next_power_of_2(groups)})
 
 
 @triton.jit
@@ -228,11 +231,12 @@ def amaxes_of_groups(
     sources: Sequence[torch.Tensor], rule: MxRule, *, columnwise: bool, signs: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As the reference."""
-    (_, N), dtype, device = sources[0].shape, sources[0].dtype, sources[0].device
+    matrices = Matrices.of(sources)
+    N, dtype, device = matrices.columns, matrices.dtype, matrices.device
     group = 16 if signs is None else signs.shape[1]
     height, width = (4 * group, max(32, 2048 // group)) if columnwise else (32, max(256, group))
     amaxes = torch.zeros(len(sources), dtype=torch.float32, device=device)
-    table, tiles, _ = _table(sources, height)
+    table, tiles, _ = _table(matrices, height)
     programs = tiles * -(-N // width)
     if programs:
         kernel = _amaxes_specialized(
@@ -272,18 +276,16 @@ def _amaxes_specialized(
     return Specialized(_amaxes_of_groups_kernel, constants, num_warps=4, enable_fp_fusion=False)
 
 
-def _table(sources: Sequence[torch.Tensor], tile_rows: int, whole: int = 1) -> tuple[np.ndarray, int, int]:
+def _table(matrices: Matrices, tile_rows: int, whole: int = 1) -> tuple[np.ndarray, int, int]:
     """The table of ``_source_of`` with room for keys, int64 [8, sources]; the tiles of rows; the output's rows.
 
     Args:
         whole: multiple to which a source's rows are padded in the output.
     """
-    rows = np.array([source.shape[0] for source in sources], dtype=np.int64)
-    written, tiles = -(-rows // whole) * whole, -(-rows // tile_rows)
-    table = np.zeros((8, len(sources)), dtype=np.int64)
-    table[0] = [source.data_ptr() for source in sources]
-    table[1], table[2], table[3] = rows, written.cumsum() - written, tiles.cumsum() - tiles
-    return table, int(tiles.sum()), int(written.sum())
+    (_, written, total), (_, first_tile, tiles) = (units_of(matrices.rows, size) for size in (whole, tile_rows))
+    table = np.zeros((8, len(matrices)), dtype=np.int64)
+    table[0], table[1], table[2], table[3] = matrices.addresses, matrices.rows, written * whole, first_tile
+    return table, tiles, total * whole
 
 
 def quantize_mx_groups(
@@ -301,13 +303,14 @@ def quantize_mx_groups(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the reference."""
-    (_, N), dtype, device = sources[0].shape, sources[0].dtype, sources[0].device
+    matrices = Matrices.of(sources)
+    N, dtype, device = matrices.columns, matrices.dtype, matrices.device
     block, dtypes = 0 if signs is None else signs.shape[1], (dtype, out_dtype or dtype)
     whole = whole and rule.target is not None
     kernel, tile_rows, tile_columns, unit = _specialized(
         rule, block, columnwise, dtypes, len(sources), converts_fp8(device), whole
     )
-    table, tiles, written = _table(sources, tile_rows, block if block and columnwise else 1)
+    table, tiles, written = _table(matrices, tile_rows, block if block and columnwise else 1)
     table[4:6] = np.array(keys, dtype=np.int64).T
     table[6:] = np.array(keys if scale_keys is None else scale_keys, dtype=np.int64).T
     out = torch.empty((written, N), dtype=dtypes[1], device=device)

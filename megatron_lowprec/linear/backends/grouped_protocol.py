@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_lowprec.kernels.matrices import Matrices
 from megatron_lowprec.kernels.mx_gemm.operand import MxOperand
 from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.backends.resolved import LayerBackends
@@ -72,7 +73,7 @@ class GroupedBackend(ABC):
         """The rowwise operand of rowwise codes [T, K], with the bits of ``quantize``."""
 
     @abstractmethod
-    def weights(self, gemm: str, weights: Sequence[torch.Tensor], rng_step: RngStep, update_amax: bool) -> GroupOperand:
+    def weights(self, gemm: str, weights: Matrices, rng_step: RngStep, update_amax: bool) -> GroupOperand:
         """Weights [O, I] of all experts for fprop (rowwise) or dgrad (columnwise)."""
 
     @abstractmethod

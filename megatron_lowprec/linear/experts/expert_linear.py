@@ -92,10 +92,9 @@ class _ExpertLinearFunction(torch.autograd.Function):
     def forward(  # type: ignore[no-untyped-def]
         ctx, x_TI, weight_EOI, gemms: ExpertGemms, tokens: list[int], rng_step: RngStep, update_amax: bool
     ):
-        x_TI = waited(x_TI)
-        weights, save_input = waited(weight_EOI).unbind(), ctx.needs_input_grad[1]
+        x_TI, weight_EOI, save_input = waited(x_TI), waited(weight_EOI), ctx.needs_input_grad[1]
         with without_autocast(x_TI):
-            y, saved = gemms.group.forward(x_TI, tokens, weights, rng_step, update_amax, save_input=save_input)
+            y, saved = gemms.group.forward(x_TI, tokens, weight_EOI, rng_step, update_amax, save_input=save_input)
         saved = saved if save_input else saved.without_input()
         ctx.save_for_backward(*saved.tensors())
         ctx.gemms, ctx.tokens, ctx.rng_step, ctx.update_amax = gemms, tokens, rng_step, update_amax
@@ -104,16 +103,15 @@ class _ExpertLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy_TO):  # type: ignore[no-untyped-def]
-        saved, dw_EOI, out = ctx.saved.with_tensors(ctx.saved_tensors), None, None
+        saved, dw_EOI = ctx.saved.with_tensors(ctx.saved_tensors), None
         needs_x, needs_w = ctx.needs_input_grad[:2]
         none, dy_TO = [None] * len(ctx.tokens), waited(dy_TO)
         if needs_w:
-            dw_EOI = dy_TO.new_empty(len(none), *saved.experts[0].weight.shape)
-            out = dw_EOI.unbind()
+            dw_EOI = dy_TO.new_empty(len(none), *saved.weights[0].shape)
         with without_autocast(dy_TO):
             gemms = backward_gemms(needs_x, needs_w)
             dx, _ = ctx.gemms.group.backward(
-                dy_TO, ctx.tokens, saved, ctx.rng_step, none, ctx.update_amax, gemms, out=out
+                dy_TO, ctx.tokens, saved, ctx.rng_step, none, ctx.update_amax, gemms, out=dw_EOI
             )
         return dx, dw_EOI, None, None, None, None
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lowprec.kernels.matrices import Matrices
 from megatron_lowprec.linear.backends.traced import define, numbered, recipe_of
 from megatron_lowprec.linear.compiled import always_saved, traced_pass
 from megatron_lowprec.linear.experts.expert_linear import ExpertGemms, ExpertLinear
@@ -78,7 +79,7 @@ class _TracedExpertsFunction(torch.autograd.Function):
 def _forward(x: Tensor, weight: Tensor, counts: Tensor, at: Tensor | None, key: int, update_amax: bool) -> Tensor:
     (gemms, rng_step), tokens = _pass(weight, at, key), counts.tolist()
     with torch.cuda.device_of(x), without_autocast(x):
-        y, _ = gemms.group.forward(x[: sum(tokens)], tokens, weight.unbind(), rng_step, update_amax)
+        y, _ = gemms.group.forward(x[: sum(tokens)], tokens, weight, rng_step, update_amax)
     return _of_all_rows(y, x)
 
 
@@ -95,15 +96,15 @@ def _backward(
 ) -> list[Tensor]:
     """dx and dw; an empty tensor for each that is not needed."""
     (gemms, rng_step), tokens = _pass(weight, at, key), counts.tolist()
-    rows, weights = sum(tokens), weight.unbind()
-    saved = SavedGroup.of(dy[:0] if x is None else x[:rows], weights)
+    rows = sum(tokens)
+    saved = SavedGroup.of(dy[:0] if x is None else x[:rows], Matrices(weight))
     saved = saved if weight_grad else saved.without_input()
     dw = dy.new_empty(tuple(weight.shape) if weight_grad else 0)
     with torch.cuda.device_of(dy), without_autocast(dy):
         dx, _ = gemms.group.backward(
             *(dy[:rows], tokens, saved, rng_step, [None] * len(tokens), update_amax),
             gemms=backward_gemms(input_grad, weight_grad),
-            out=dw.unbind() if weight_grad else None,
+            out=dw if weight_grad else None,
         )
     return [dy.new_empty(0) if dx is None else _of_all_rows(dx, dy), dw]
 

@@ -63,7 +63,7 @@ class _GroupedLinearFunction(torch.autograd.Function):
         saved = ctx.saved.with_tensors(tensors)
         if ctx.restore is not None:
             saved = replace(saved, x=ctx.restore(*cached))
-        weights = [one.weight for one in saved.experts]
+        weights = saved.weights
         gemms = backward_gemms(ctx.needs_input_grad[0], any(ctx.needs_input_grad[-len(weights) :]))
         main_grads: list[torch.Tensor | None] = [None] * len(weights)
         if "wgrad" in gemms:

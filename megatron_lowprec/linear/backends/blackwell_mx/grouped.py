@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from megatron_lowprec.kernels.dispatch import arch_of
+from megatron_lowprec.kernels.matrices import Matrices
 from megatron_lowprec.kernels.mx_gemm import native, reference
 from megatron_lowprec.kernels.mx_gemm.operand import MxOperand, of_experts
 from megatron_lowprec.linear.backends.blackwell_mx.dense import BlackwellMxGemms
@@ -83,7 +84,7 @@ class GroupedBlackwellMxGemms(GroupedBackend):
             ]
         )
 
-    def weights(self, gemm: str, weights: Sequence[torch.Tensor], rng_step: RngStep, update_amax: bool) -> GroupOperand:
+    def weights(self, gemm: str, weights: Matrices, rng_step: RngStep, update_amax: bool) -> GroupOperand:
         """As ``GroupedBackend``."""
         request = CastRequest(gemm == "fprop", gemm == "dgrad", update_amax)
         made = [

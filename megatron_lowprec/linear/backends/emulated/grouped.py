@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from megatron_lowprec.kernels.dispatch import load
+from megatron_lowprec.kernels.matrices import Matrices
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.rule import MxRule
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
@@ -17,7 +18,7 @@ from megatron_lowprec.linear.backends.grouped_protocol import GroupedBackend, Gr
 from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.backends.resolved import LayerBackends
 from megatron_lowprec.linear.linear_id import SIDES
-from megatron_lowprec.quantization.amax_history import raise_newest
+from megatron_lowprec.quantization.amax_history import cells_of, raise_newest
 from megatron_lowprec.quantization.device_rng_step import device_rng_step
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import mx_rule
@@ -82,7 +83,7 @@ class GroupedEmulatedGemms(GroupedBackend):
             elif self._first.specs[gemm, tensor] is None:
                 found.append(GroupOperand(matrix))
             else:
-                sources = matrix.split(list(tokens))
+                sources = Matrices(matrix, tokens)
                 found.append(self._quantized(gemm, tensor, sources, rng_step, request.update_amax))
         return GroupOperands(*found)
 
@@ -90,14 +91,14 @@ class GroupedEmulatedGemms(GroupedBackend):
         """As ``GroupedBackend``."""
         return GroupOperand(self._first.from_codes(codes, columnwise=False)[0])
 
-    def weights(self, gemm: str, weights: Sequence[torch.Tensor], rng_step: RngStep, update_amax: bool) -> GroupOperand:
+    def weights(self, gemm: str, weights: Matrices, rng_step: RngStep, update_amax: bool) -> GroupOperand:
         """As ``GroupedBackend``."""
         if self._first.specs[gemm, "weight"] is None:
-            return GroupOperand(weights if gemm == "fprop" else [weight.t() for weight in weights])
+            return GroupOperand(weights if gemm == "fprop" else weights.transposed())
         data, of_tensors = self._quantized(gemm, "weight", weights, rng_step, update_amax)
         assert isinstance(data, torch.Tensor)
-        stacked = data.view(len(weights), -1, weights[0].shape[1])
-        return GroupOperand((stacked if gemm == "fprop" else stacked.mT).unbind(), of_tensors)
+        stacked = data.view(len(weights), -1, weights.columns)
+        return GroupOperand(Matrices(stacked if gemm == "fprop" else stacked.mT), of_tensors)
 
     def gemm(
         self, name: str, rows: GroupOperand, weights: GroupOperand, tokens: Sequence[int], out_dtype: torch.dtype
@@ -133,10 +134,10 @@ class GroupedEmulatedGemms(GroupedBackend):
         return 1 if transform is None else transform[0].block
 
     def _quantized(
-        self, name: str, tensor: str, sources: Sequence[torch.Tensor], rng_step: RngStep, update_amax: bool
+        self, name: str, tensor: str, sources: Matrices, rng_step: RngStep, update_amax: bool
     ) -> GroupOperand:
         """Operand of a GEMM for all experts, [rows, N]; amaxes are recorded under delayed scaling."""
-        spec, dtype = self._first.specs[name, tensor], sources[0].dtype
+        spec, dtype = self._first.specs[name, tensor], sources.dtype
         assert spec is not None
         if spec.scaling == "delayed" and update_amax:
             rule = self._rule(name, spec)
@@ -147,7 +148,7 @@ class GroupedEmulatedGemms(GroupedBackend):
             assert of_fprop is not None
             values, _ = self._cast("fprop", tensor, sources, rng_step, whole=True, out_dtype=torch.float32)
             values = values if of_fprop.headroom == 1.0 else values / of_fprop.headroom
-            sources = values.split([len(source) for source in sources])
+            sources = Matrices(values, sources.rows)
         return GroupOperand(*self._cast(name, tensor, sources, rng_step, out_dtype=dtype))
 
     def _rule(self, name: str, spec: QuantSpec) -> MxRule | None:
@@ -155,12 +156,12 @@ class GroupedEmulatedGemms(GroupedBackend):
         return mx_rule(spec, None if transform is None else transform[0])
 
     def _cast(
-        self, name: str, tensor: str, sources: Sequence[torch.Tensor], rng_step: RngStep, **outputs: Any
+        self, name: str, tensor: str, sources: Matrices, rng_step: RngStep, **outputs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``quantize_mx_groups`` by the spec of an operand."""
         spec, transform = self._first.specs[name, tensor], self._first.transforms.of(name)
         assert spec is not None
-        rule, op, device = self._rule(name, spec), load("grouped_quantize"), sources[0].device
+        rule, op, device = self._rule(name, spec), load("grouped_quantize"), sources.device
         assert rule is not None
         on_device, signs = device_rng_step(rng_step, device), None
         if transform is not None:
@@ -176,8 +177,8 @@ class GroupedEmulatedGemms(GroupedBackend):
         spans = (stream.row_span, stream.column_span)
         amax = None
         if rule.target is not None and spec.scaling == "delayed":
-            histories = self._histories(tensor)
-            amax = torch.cat([history.cells(slot)[0] for history, slot in histories])
+            amax, _ = cells_of(self._histories(tensor))
+            amax = amax.clone() if isinstance(amax, torch.Tensor) else torch.cat(amax)
         elif rule.target is not None:
             amax = op.amaxes_of_groups(sources, rule, columnwise=columnwise, signs=signs)
             reduce_amax = self._first.reduction(name, tensor)

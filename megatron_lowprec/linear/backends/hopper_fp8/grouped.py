@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from megatron_lowprec.kernels.dispatch import load, transpose_groups
+from megatron_lowprec.kernels.matrices import Matrices
 from megatron_lowprec.linear.backends.grouped_protocol import GroupedBackend, GroupOperand, GroupOperands
 from megatron_lowprec.linear.backends.hopper_fp8.dense import HopperFp8Gemms, rule_of
 from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.backends.resolved import LayerBackends
 from megatron_lowprec.linear.linear_id import SIDES
+from megatron_lowprec.quantization.amax_history import cells_of
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
@@ -57,7 +59,7 @@ class GroupedHopperFp8Gemms(GroupedBackend):
     ) -> GroupOperands:
         """As ``GroupedBackend``; rows padded."""
         rowwise, columnwise = request.rowwise, request.columnwise
-        spec, experts = self._spec(tensor, columnwise=not rowwise), matrix.split(list(tokens))
+        spec, experts = self._spec(tensor, columnwise=not rowwise), Matrices(matrix, tokens)
         if spec.granularity == "tensor":
             return self._cast(tensor, experts, rowwise, columnwise, request.update_amax)
         pad_groups = load("grouped_fp8_gemm").pad_groups
@@ -78,17 +80,17 @@ class GroupedHopperFp8Gemms(GroupedBackend):
         data = pad_groups(data.view(torch.uint8), tokens).view(data.dtype)
         return GroupOperand(data, pad_groups(scale, tokens).t().contiguous().t())
 
-    def weights(self, gemm: str, weights: Sequence[torch.Tensor], rng_step: RngStep, update_amax: bool) -> GroupOperand:
+    def weights(self, gemm: str, weights: Matrices, rng_step: RngStep, update_amax: bool) -> GroupOperand:
         """As ``GroupedBackend``."""
         columnwise = gemm == "dgrad"
-        primary = [weight for weight in weights if isinstance(weight, Fp8Weight)]
+        primary = [weight for weight in weights.kinds if isinstance(weight, Fp8Weight)]
         if primary:
             return _primary_weights(primary, columnwise)
         if self._spec("weight", columnwise).granularity == "128x128":
             data, scale = self._weight_blocks(weights, columnwise)
         else:
             data, scale = self._weight_tensors(weights, columnwise, update_amax)
-        return GroupOperand(data.unbind(), scale)
+        return GroupOperand(Matrices(data), scale)
 
     def gemm(
         self, name: str, rows: GroupOperand, weights: GroupOperand, tokens: Sequence[int], out_dtype: torch.dtype
@@ -123,11 +125,11 @@ class GroupedHopperFp8Gemms(GroupedBackend):
             fast_accumulation=self._first.fast_accumulation["wgrad"],
         )
 
-    def _weight_tensors(self, weights: Sequence[torch.Tensor], columnwise: bool, update_amax: bool) -> Codes:
+    def _weight_tensors(self, weights: Matrices, columnwise: bool, update_amax: bool) -> Codes:
         """With a scale per expert or row; padding adds rows that no product has, or columns beyond K."""
         experts, rows = len(weights), weights[0].shape[0]
         if self._spec("weight", columnwise).granularity == "row" and not columnwise:
-            data, scale = cast(Codes, self._cast_rows("weight", torch.cat(list(weights))))
+            data, scale = cast(Codes, self._cast_rows("weight", weights.joined()))
             return data.unflatten(0, (experts, -1)), scale.view(experts, -1)
         if self._spec("weight", columnwise).granularity == "row":
             data, scale = cast(Codes, self._cast_columns("weight", weights))
@@ -139,10 +141,10 @@ class GroupedHopperFp8Gemms(GroupedBackend):
             return data.unflatten(1, (experts, -1)).transpose(0, 1)[:, :, :rows], scale
         return data.unflatten(0, (experts, -1))[:, :rows], scale
 
-    def _weight_blocks(self, weights: Sequence[torch.Tensor], columnwise: bool) -> Codes:
+    def _weight_blocks(self, weights: Matrices, columnwise: bool) -> Codes:
         """With 128x128 blocks, cast as one matrix: with whole blocks of rows no block has two experts."""
         rule = rule_of(self._spec("weight", columnwise))
-        found = load("cast_fp8").cast_fp8(torch.cat(list(weights)), rule, rowwise=not columnwise, columnwise=columnwise)
+        found = load("cast_fp8").cast_fp8(weights.joined(), rule, rowwise=not columnwise, columnwise=columnwise)
         data, scale = found[2:4] if columnwise else found[:2]
         if columnwise:
             blocks = data.shape[1] // _BLOCK
@@ -160,31 +162,25 @@ class GroupedHopperFp8Gemms(GroupedBackend):
         found = casts.cast_fp8(matrix, rule_of(self._spec(tensor)), rowwise=True, columnwise=False, amax=amax)
         return GroupOperand(found.rowwise_data, found.rowwise_scale)
 
-    def _cast_columns(self, tensor: str, sources: Sequence[torch.Tensor]) -> GroupOperand:
+    def _cast_columns(self, tensor: str, sources: Matrices) -> GroupOperand:
         """Columnwise codes, with a scale for each column of each expert."""
-        op, spec = load("grouped_cast_fp8"), self._spec(tensor, columnwise=True)
-        amax = op.amax_of_groups(sources, columns=True)
-        reduce = self._first.reductions[tensor, True]
-        amax = (amax if reduce is None else reduce(amax)).unbind()
-        found = op.cast_fp8_groups(sources, rule_of(spec), amax=amax, rowwise=False, columnwise=True)
+        rule, reduce = rule_of(self._spec(tensor, columnwise=True)), self._first.reductions[tensor, True]
+        cast_fp8_groups = load("grouped_cast_fp8").cast_fp8_groups
+        found = cast_fp8_groups(sources, rule, reduce_amax=reduce, rowwise=False, columnwise=True)
         return GroupOperand(found.columnwise_data, found.scale)
 
     def _cast(
-        self, tensor: str, sources: Sequence[torch.Tensor], rowwise: bool, columnwise: bool, update_amax: bool
+        self, tensor: str, sources: Matrices, rowwise: bool, columnwise: bool, update_amax: bool
     ) -> GroupOperands:
         """Rowwise and columnwise codes of each expert's tensor, with a scale each."""
-        spec, op, observed = self._spec(tensor, columnwise=not rowwise), load("grouped_cast_fp8"), None
+        spec, amaxes = self._spec(tensor, columnwise=not rowwise), dict[str, Any]()
         if spec.scaling == "delayed":
-            cells = (history.cells(slot) for history, slot in self._histories(tensor))
-            amax, newest = zip(*cells, strict=True)
-            observed = newest if update_amax else None
+            amaxes["amax"], newest = cells_of(self._histories(tensor))
+            amaxes["observed"] = newest if update_amax else None
         else:
-            current = op.amax_of_groups(sources)
-            reduce = self._first.reductions[tensor, not rowwise]
-            amax = (current if reduce is None else reduce(current)).split(1)
-        found = op.cast_fp8_groups(
-            sources, rule_of(spec), amax=amax, observed=observed, rowwise=rowwise, columnwise=columnwise
-        )
+            amaxes["reduce_amax"] = self._first.reductions[tensor, not rowwise]
+        cast_fp8_groups = load("grouped_cast_fp8").cast_fp8_groups
+        found = cast_fp8_groups(sources, rule_of(spec), rowwise=rowwise, columnwise=columnwise, **amaxes)
         directions = found.rowwise_data, found.columnwise_data
         return GroupOperands(*(None if data is None else GroupOperand(data, found.scale) for data in directions))
 
@@ -200,4 +196,4 @@ def _primary_weights(weights: Sequence[Fp8Weight], columnwise: bool) -> GroupOpe
     if not columnwise:
         return GroupOperand([weight.elements() for weight in weights], scale)
     codes = transpose_groups([weight.elements() for weight in weights])
-    return GroupOperand(codes.unbind(), scale if scale.dim() == 1 else scale.transpose(1, 2).contiguous())
+    return GroupOperand(Matrices(codes), scale if scale.dim() == 1 else scale.transpose(1, 2).contiguous())

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.bias_grad.triton import sum_launch, sum_partials
-from megatron_lowprec.kernels.cast_fp8.triton_amax import amax_of, source_of_vector_amaxes, vector_amaxes_launch
 from megatron_lowprec.kernels.cast_fp8.prologue import (
     KINDS,
     CastPrologue,
@@ -26,6 +25,7 @@ from megatron_lowprec.kernels.cast_fp8.prologue import (
 )
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule, Layouts
 from megatron_lowprec.kernels.cast_fp8.tiles import cast_rows, cast_words
+from megatron_lowprec.kernels.cast_fp8.triton_amax import amax_of, source_of_vector_amaxes, vector_amaxes_launch
 from megatron_lowprec.kernels.cast_fp8.triton_ops import BLOCK_128X128, TENSOR
 from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.planned_launch import Launch, Plan, fields, named, with_warps
@@ -241,7 +241,7 @@ def plan(
         tiling = kernel.tuned.choose(rows * N, lambda _: None, device, below=(rows * N).bit_length())
     if rule.granularity == "row":
         zeros["amax"] = (M + N,)
-        launches.append(vector_amaxes_launch(x, rows))
+        launches.append(vector_amaxes_launch(x))
     whole = known(padded_M == M) and known(M % tiling.rows == 0) and N % tiling.columns == 0
     constants = kernel.constants(tiling, whole)
     programs = -(-padded_M // tiling.rows) * -(-N // tiling.columns)

@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_te_version
 
 from megatron_lowprec.comm.gradients import GradientFactor, rounded_sum_warnings
@@ -222,7 +222,7 @@ def _gpt_chunks(config: Config, transformer: TransformerConfig, padded_vocab_siz
     chunks: list[torch.nn.Module] = []
     for stage in range(virtual or 1):
         vp_stage = stage if virtual is not None else None
-        chunk: MegatronModule = LowPrecGPTModel(
+        model = LowPrecGPTModel(
             transformer,
             architecture_of(config).block_spec(config, transformer, vp_stage),
             vocab_size=padded_vocab_size,
@@ -237,13 +237,14 @@ def _gpt_chunks(config: Config, transformer: TransformerConfig, padded_vocab_siz
             rope_scaling_factor=config.rope_scaling_factor,
             vp_stage=vp_stage,
         )
-        if config.position_embedding_init_std is not None and chunk.pre_process:
+        model.output_layer_chunk_size = config.output_layer_chunk_size
+        if config.position_embedding_init_std is not None and model.pre_process:
             # Scaled, not drawn again: all other random numbers stay the same.
-            positions = chunk.embedding.position_embeddings.weight
+            positions = model.embedding.position_embeddings.weight
             positions.data.mul_(config.position_embedding_init_std / config.init_method_std)
         if torch.cuda.is_available():
-            chunk.cuda(torch.cuda.current_device())
-        chunks.append(Float16Module(transformer, chunk) if config.bf16 else chunk)
+            model.cuda(torch.cuda.current_device())
+        chunks.append(Float16Module(transformer, model) if config.bf16 else model)
     return chunks
 
 

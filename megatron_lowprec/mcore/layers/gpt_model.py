@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch import nn
 
 from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.linear.once_differentiable import once_differentiable
+from megatron_lowprec.mcore.chunked_loss import chunked_losses
 from megatron_lowprec.mcore.patches import bind
 
 
@@ -56,7 +58,20 @@ def vocab_parallel_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, gr
 
 
 class LowPrecGPTModel(GPTModel):
-    """``GPTModel`` with a loss that is fused on a GPU if ``config.cross_entropy_loss_fusion`` is set."""
+    """``GPTModel`` with a loss that is fused on a GPU if ``config.cross_entropy_loss_fusion`` is set.
+
+    Attributes:
+        output_layer_chunk_size: tokens whose logits exist at once in a call with labels; None for all.
+    """
+
+    output_layer_chunk_size: int | None = None
+
+    def _postprocess(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        size, labels = self.output_layer_chunk_size, options["labels"]
+        if size is None or labels is None or not self.post_process:
+            found: torch.Tensor = super()._postprocess(hidden_states, **options)
+            return found
+        return chunked_losses(self, hidden_states, labels, size)
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """labels int64 [b, s], logits [s, b, V / ranks] -> loss of each token [b, s]."""

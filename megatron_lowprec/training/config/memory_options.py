@@ -1,13 +1,15 @@
-"""Options that save memory by default in large models, where their share of the time is small."""
+"""Options that save memory; two do by default in large models, where their share of the time is small."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import primary_weight_spec
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.common.rank_sizes import tokens_of
 from megatron_lowprec.training.models.sizes import has_experts, num_non_embedding_parameters
 
 LARGE = 1e9  # parameters without embeddings
@@ -23,13 +25,31 @@ def resolve_memory(config: Config, recipe: Recipe) -> Config:
     return config
 
 
+def check_chunks(config: Config) -> None:
+    """Refuse a chunk of the loss that holds a whole microbatch; call it in ``resolve_run``."""
+    size, tokens = config.output_layer_chunk_size, tokens_of(config)
+    if size is not None and size >= tokens:
+        raise UserError(
+            f"--output-layer-chunk-size {size} saves no memory: a microbatch has {tokens} tokens on a rank; give "
+            "fewer, or leave it out"
+        )
+
+
 def memory_notes(config: Config, recipe: Recipe, given: Collection[str]) -> list[str]:
-    """Notes about both options if the model's size decided them; call it after ``stored_weights``.
+    """Notes about chunks of the loss, and about both defaults if the model's size decided them.
+
+    Call it after ``stored_weights``.
 
     Args:
         given: names of options that the user set.
     """
-    notes = list[str]()
+    notes, size = list[str](), config.output_layer_chunk_size
+    if size is not None:
+        tokens = tokens_of(config)
+        notes.append(
+            f"--output-layer-chunk-size {size}: logits of {size} of a microbatch's {tokens} tokens at once, which the "
+            "backward pass computes again"
+        )
     if not _is_large(config):
         return notes
     if "fp8_param_gather" not in given and not recipe.fp8_weights:

@@ -17,7 +17,7 @@ from megatron_lowprec.te.translation import INSTALL
 from megatron_lowprec.training.config.arguments import flag, required
 from megatron_lowprec.training.config.data_options import resolve_data
 from megatron_lowprec.training.config.fields import check_divisible
-from megatron_lowprec.training.config.memory_options import resolve_memory
+from megatron_lowprec.training.config.memory_options import check_chunks, resolve_memory
 from megatron_lowprec.training.config.options import OPTIONS, Config, options_with, unmet
 from megatron_lowprec.training.config.recipe_checks import check_saved_activations, check_stored_gradients
 from megatron_lowprec.training.data.blend import resolve_phase
@@ -252,6 +252,7 @@ def _check_features(config: Config, gpus: bool) -> None:
     _check_implementation(config, gpus)
     _check_capture_step(config)
     _check_profile(config.steps)
+    check_chunks(config)
     if config.overlap_param_gather and not (config.use_distributed_optimizer and config.overlap_grad_reduce):
         raise UserError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
     if config.recompute_granularity == "full" and (

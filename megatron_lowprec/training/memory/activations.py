@@ -59,9 +59,13 @@ def head_activations(config: Config) -> dict[str, float]:
 
 
 def logit_bytes(config: Config, padded_vocab_size: int, fused: bool = False) -> float:
-    """Bytes of logits; the fused cross entropy overwrites them with gradients, Megatron-core's adds two fp32 copies."""
+    """Bytes of logits of one chunk of tokens, by default of all.
+
+    The fused cross entropy overwrites them with gradients, Megatron-core's adds two fp32 copies.
+    """
     copies = 0 if fused else 4 + 4
-    return tokens_of(config) * padded_vocab_size / config.tensor_model_parallel_size * (width_of(config) + copies)
+    tokens = config.output_layer_chunk_size or tokens_of(config)
+    return tokens * padded_vocab_size / config.tensor_model_parallel_size * (width_of(config) + copies)
 
 
 def kept_of_layers(config: Config, layers: range, runs: Execution) -> float:

@@ -111,6 +111,15 @@ class TrainingOptions(Group):
         needs="transformer_impl=local",
         formerly=False,
     )
+    output_layer_chunk_size: int | None = arg(
+        None,
+        "compute logits and losses of so many tokens at once, in the backward pass once more, with weight gradients "
+        "summed in the fp32 main_grad; last bits of sums differ (ours)",
+        Part.UPDATE,
+        least=1,
+        needs="!no_gradient_accumulation_fusion !grad_reduce_in_bf16",
+        grouped=False,
+    )
     recompute_method: Literal["uniform", "block"] | None = arg(None, "which layers full recompute takes")
     recompute_num_layers: int | None = arg(
         None, "layers of one recomputed chunk (uniform) or recomputed layers (block)"

@@ -28,8 +28,8 @@ class InputLayout(NamedTuple):
         shape: of the layer's input.
         spec: of the quantized x; None if x is unquantized.
         transform: that precedes the columnwise data; None for none.
-        rowwise: x holds rowwise codes: of this rank's tokens, which ranks gather in the backward pass, or of an
-            expert's, which it got as codes.
+        rowwise: x holds rowwise codes: of this rank's tokens, which ranks gather in the backward pass; of an expert's,
+            which it got as codes; or packed ones, with a tensor scale, of ``QuantizedTensor.beside``.
     """
 
     shape: torch.Size
@@ -70,11 +70,15 @@ class SavedForBackward(NamedTuple):
         weight_amax: torch.Tensor | None,
         input_amax: torch.Tensor | None = None,
     ) -> SavedForBackward:
-        """Saves columnwise data of the quantized x if present, else x if it is in memory."""
+        """Saves columnwise data of the quantized x or codes beside it if present, else x if it is in memory."""
         if quantized.columnwise_data is not None:
             layout = InputLayout(x.shape, quantized.spec, transform=quantized.columnwise_transform)
             scales = quantized.columnwise_scale, quantized.columnwise_tensor_scale
             return SavedForBackward(weight, quantized.columnwise_data, *scales, weight_amax, None, layout)
+        if (codes := quantized.beside) is not None:
+            scales = codes.rowwise_scale, codes.rowwise_tensor_scale
+            layout = InputLayout(x.shape, codes.spec, rowwise=True)
+            return SavedForBackward(weight, codes.rowwise_data, *scales, weight_amax, None, layout)
         in_memory = x if isinstance(x, torch.Tensor) else None
         return SavedForBackward(weight, in_memory, None, None, weight_amax, input_amax, InputLayout(x.shape))
 
@@ -99,7 +103,10 @@ class SavedForBackward(NamedTuple):
         if spec is None:
             return self.x.reshape(-1, self.x.shape[-1])
         if rowwise:
-            return QuantizedTensor(self.x.shape, self.weight.dtype, spec, self.x, self.x_scale)
+            tokens = torch.Size((self.x.shape[0], shape[-1]))
+            codes = QuantizedTensor(tokens, self.weight.dtype, spec, self.x, self.x_scale)
+            codes.rowwise_tensor_scale = self.x_tensor_scale
+            return codes
         return QuantizedTensor(
             torch.Size((math.prod(shape[:-1]), shape[-1])),  # numel of a Size would fix tokens that are symbolic
             self.weight.dtype,

@@ -176,10 +176,12 @@ class LinearGemms:
             request = (BOTH if both else ROWWISE)[update_amax]
             request = request if gather is None else request._replace(codes=True)
             known = None if amax is None else KnownAmax(amax)
-            if save_input and not both and gather is None and isinstance(x_TI, torch.Tensor):
-                amaxes = backend.input_amaxes(x_TI, rng_step) if backends.gemms["wgrad"] is backend else None
+            alone = save_input and not both and gather is None and backends.gemms["wgrad"] is backend
+            if alone and isinstance(x_TI, torch.Tensor):
+                amaxes = backend.input_amaxes(x_TI, rng_step)
                 if amaxes is not None:
                     known, input_amax = KnownAmax(amaxes[0], reduced=True), amaxes[1]
+                    request = request._replace(beside=backend.keeps_codes(x_TI))
             x, _ = backend.quantize("input", x_TI, rng_step, request, known)
         codes = None
         if gather is not None or (isinstance(x_TI, QuantizedTensor) and x.columnwise_data is None):
@@ -203,8 +205,10 @@ class LinearGemms:
     def saves_codes(self, x: torch.Tensor) -> bool:
         """Whether ``forward`` of x [..., I] saves operands of wgrad in place of x; behind ``backends.resolve``."""
         rows = x.reshape(-1, x.shape[-1])
-        cast = self.backends.of(rows).one_cast["input"]
-        return cast is not None and cast.fuses_directions("input", rows, NO_DRAWS)
+        backends = self.backends.of(rows)
+        cast, backend = backends.one_cast["input"], backends.gemms["fprop"]
+        both = cast is not None and cast.fuses_directions("input", rows, NO_DRAWS)
+        return both or (backends.gemms["wgrad"] is backend and backend.keeps_codes(rows))
 
     def quantize_tokens(
         self, tensor: str, tokens: torch.Tensor, w_OI: torch.Tensor, rng_step: RngStep
@@ -321,13 +325,16 @@ class LinearGemms:
 
         Args:
             x: x_TI, or the result of ``SavedForBackward.input``; a computed prologue only if ``supported_fusion`` is
-                "source". Rowwise codes with scales along features are dequantized and quantized along tokens.
+                "source". Rowwise codes with scales along features are dequantized and quantized along tokens; those of
+                ``QuantizedTensor.beside`` in one launch.
             amax: the same as in ``forward``.
             input_amax: of ``SavedForBackward``.
         """
         dy = dy if isinstance(dy, GradOutput) else GradOutput(dy)
         backend, quantized = self.backends.of(dy.matrix).gemms["wgrad"], dy.quantized
-        if isinstance(x, QuantizedTensor) and not transposes(x):
+        if isinstance(x, QuantizedTensor) and x.rowwise_tensor_scale is not None:
+            x = backend.quantize_again(x, rng_step)
+        elif isinstance(x, QuantizedTensor) and not transposes(x):
             x = x.dequantize(x.dtype)
         if isinstance(x, QuantizedTensor):
             x = x if x.columnwise_data is not None else self._from_codes("input", x, columnwise=True)

@@ -20,7 +20,7 @@ from megatron_lowprec.kernels.quantize.reference import (
     quantize_operand,
     tensor_scale,
 )
-from megatron_lowprec.kernels.quantize.rule import MX_BLOCKS, Direction, MxRule
+from megatron_lowprec.kernels.quantize.rule import MX_BLOCKS, CodedMatrix, Direction, MxRule
 from megatron_lowprec.quantization.device_rng_step import device_rng_step, refuse_capture
 from megatron_lowprec.quantization.random_stream import RandomStream
 from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
@@ -120,7 +120,7 @@ def mx_rule(spec: QuantSpec, transform: HadamardSpec | None = None) -> MxRule | 
 
 
 def with_amaxes(
-    matrix: torch.Tensor,
+    matrix: torch.Tensor | CodedMatrix,
     rule: MxRule,
     rows: Direction | None,
     columns: Direction | None,

@@ -46,6 +46,7 @@ class QuantizedTensor:
         rowwise_transform, columnwise_transform: the Hadamard transform of which the data are rounded; None for none.
         scale_layout: ``"plain"``, as above; ``"tiles_128x4"``, uint8 [bytes] in tiles of 128 rows by 4 blocks, as
             Blackwell's GEMMs read scales, one for each row.
+        beside: the rowwise values as codes and scales, for a backward pass that quantizes them again.
     """
 
     shape: torch.Size
@@ -62,6 +63,7 @@ class QuantizedTensor:
     rowwise_transform: HadamardSpec | None = None
     columnwise_transform: HadamardSpec | None = None
     scale_layout: ScaleLayout = "plain"
+    beside: QuantizedTensor | None = None
 
     def rowwise(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rowwise data and scale."""
@@ -218,8 +220,8 @@ class QuantizedTensor:
             scale = from_tiles(scale, data.shape[0], -(-length // block))
             values = scale_blocks(values[:, :length], self._decode_scale(scale, of_tensor), (1, block))
         elif scale is not None:
-            blocks = block_sizes(self._spec, data)
-            scale = scale[: -(-data.shape[0] // blocks[0]), : -(-data.shape[1] // blocks[1])]
+            blocks = block_sizes(self._spec, values)
+            scale = scale[: -(-values.shape[0] // blocks[0]), : -(-values.shape[1] // blocks[1])]
             values = scale_blocks(values, self._decode_scale(scale, of_tensor), blocks)
         elif of_tensor is not None:
             values = scale_blocks(values, of_tensor, self._spec.outer_block or (1, 1))
@@ -257,7 +259,7 @@ def decode_scales(spec: QuantSpec, scale: torch.Tensor, of_tensor: torch.Tensor 
 
 
 def quantized_direction(
-    matrix: torch.Tensor,
+    matrix: torch.Tensor | QuantizedTensor,
     spec: QuantSpec | None,
     rowwise: bool,
     data: torch.Tensor,

@@ -75,7 +75,7 @@ def casts(bf16: torch.dtype = torch.bfloat16) -> None:
 
 
 def mx_operands() -> None:
-    from tests.kernels.mx_cases import Case, differences, nvfp4_cases
+    from tests.kernels.mx_cases import Case, coded_differences, differences, nvfp4_cases
 
     for case in (
         *nvfp4_cases()[1:5:3],  # both directions under SR, square blocks
@@ -86,6 +86,7 @@ def mx_operands() -> None:
         Case(128, 256, torch.bfloat16, "e2m1", "floor", "nearest_even", 64, "rc", mx=16, codes=True),
     ):
         differences(case, "cpu")  # there are some: nothing has run
+    coded_differences("cpu")
 
 
 def groups() -> None:

@@ -20,7 +20,7 @@ from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.quantize.coded_scale import PLAIN, CodedOptions
 from megatron_lowprec.kernels.quantize.elements import unpacked
 from megatron_lowprec.kernels.quantize.reference import encode, quantize_operand, scale_blocks, tensor_scale
-from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
+from megatron_lowprec.kernels.quantize.rule import CodedMatrix, Direction, MxRule
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep, stream_key
 from megatron_lowprec.quantization.tensor import as_numbers
 from megatron_lowprec.recipe.quant_spec import ScaleSpec, TensorScaleSpec
@@ -333,6 +333,7 @@ def linear_differences() -> list[str]:
     from megatron_lowprec.kernels import dispatch
     from megatron_lowprec.kernels.amax import triton as amax
     from megatron_lowprec.kernels.quantize import triton
+    from megatron_lowprec.linear.layer_tensors import SavedForBackward
     from megatron_lowprec.linear.linear_gemms import LinearGemms
     from megatron_lowprec.linear.linear_id import LinearId
     from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -341,20 +342,26 @@ def linear_differences() -> list[str]:
     generator = torch.Generator().manual_seed(4)
     x, w, dy = (torch.randn(size, generator=generator).bfloat16() for size in ((70, 64), (192, 64), (70, 192)))
     place = LinearId(3, "mlp.linear_fc1", spans={"O": ShardSlice(192, gate_offset=96, gate_stride=192)}, split="O")
-    lines = []
-    for recipe, caches, launches, amaxes in (
-        (get_recipe("mxfp4_rht_sr"), True, 5, 0),  # a call for both directions of dy makes one for each
-        # twice for the operands of fprop that dgrad and wgrad take; the amax of fprop's x serves wgrad
-        (quartet2_recipe(), True, 9, 6),
-        (quartet2_recipe(), False, 9, 5),  # and that of its w dgrad
-        (nvfp4_recipe(), True, 5, 3),  # one for the weight, along columns, serves both GEMMs and is made by another
-        (nvfp4_recipe(), False, 6, 3),
-        (two_outputs_recipe(), True, 2, 2),  # no call for both directions
+    lines, of_codes = [], x.numel() // 2
+    for recipe, caches, launches, amaxes, held in (
+        (get_recipe("mxfp4_rht_sr"), True, 5, 0, x.nbytes),  # a call for both directions of dy makes one for each
+        # wgrad takes codes that fprop's cast of x wrote; twice for the operand of fprop's w that dgrad takes
+        (quartet2_recipe(), True, 8, 6, of_codes),
+        (quartet2_recipe(), False, 8, 5, of_codes),  # the amax of fprop's w serves dgrad
+        (nvfp4_recipe(), True, 5, 3, x.nbytes),  # one for the weight serves both GEMMs and is made by another
+        (nvfp4_recipe(), False, 6, 3, x.nbytes),
+        (two_outputs_recipe(), True, 2, 2, x.nbytes),  # no call for both directions
     ):
+        saved_bytes: list[int] = []
 
-        def products(recipe: Recipe = recipe, caches: bool = caches) -> list[torch.Tensor]:
+        def products(
+            recipe: Recipe = recipe, caches: bool = caches, saved_bytes: list[int] = saved_bytes
+        ) -> list[torch.Tensor]:
             run = LinearGemms(recipe, place, 1, AmaxHistory, lambda amax: amax * 1.5, cache_weights=caches)
             y, saved = run.forward(x, w, MOMENT, save_input=True)
+            assert saved.x is not None
+            saved_bytes.append(saved.x.nbytes)
+            saved = SavedForBackward(*saved.tensors(), layout=saved.layout)
             both, total = run.grad_output(dy, MOMENT), torch.zeros(192, 64)
             dx = run.dgrad(both, w, MOMENT, saved.weight_amax)
             return [y, dx, run.wgrad(both, saved.input(), MOMENT, total, input_amax=saved.input_amax)]
@@ -366,6 +373,8 @@ def linear_differences() -> list[str]:
             patch.object(amax, "operand_amaxes", side_effect=operand_amaxes) as found,
         ):
             got = products()
+        if saved_bytes != [x.nbytes, held]:
+            lines.append(f"{recipe.name}: bytes of x by the reference and by the kernel are {saved_bytes}")
         for made, expected, what in ((taken, launches, "the fused kernel"), (found, amaxes, "amaxes of operands")):
             if made.call_count != expected:
                 lines.append(f"{recipe.name}: {made.call_count} calls for {what} instead of {expected}")
@@ -377,11 +386,63 @@ def linear_differences() -> list[str]:
     return lines
 
 
+def coded_differences(device: str) -> list[str]:
+    """fprop's operand with codes beside it, and what is quantized again from them instead of from fp32 values."""
+    from megatron_lowprec.kernels.amax.triton import operand_amaxes
+    from megatron_lowprec.kernels.quantize.triton import quantize_mx
+    from megatron_lowprec.quantization.quantizer import mx_rule
+    from megatron_lowprec.quantization.tensor import QuantizedTensor
+
+    lines = []
+    for dtype, recipe, finite in (
+        (torch.bfloat16, quartet2_recipe(), True),
+        (torch.float32, quartet2_recipe(), False),
+    ):
+        x = input_of(Case(83, 208, dtype, "e2m1", "divided", "nearest_even", 0, "r"), device)
+        spec, again = recipe.fprop.input, recipe.wgrad.input
+        assert spec is not None
+        assert again is not None
+        first, second = mx_rule(spec), mx_rule(again, recipe.wgrad.hadamard)
+        assert first is not None
+        assert second is not None
+        # NaN and Inf make NaN of their blocks, or of all
+        amax = (x.float().nan_to_num(0.0, 0.0, 0.0) if finite else x.float()).abs().amax().view(1)
+        rng_step, rows = torch.tensor(MOMENT, dtype=torch.int32, device=device), Direction(amax=amax)
+        options: dict[str, Any] = {"rng_step": rng_step, "rows": rows}
+        plain, both = (quantize_mx(x, first, **options, beside=beside) for beside in (False, True))
+        values = quantize_mx(x, first, **options, whole=True, out_dtype=torch.float32).rowwise_data
+        assert plain.rowwise_data is not None
+        assert both.rowwise_data is not None
+        assert both.beside is not None
+        assert plain.beside is None
+        assert values is not None
+        codes = QuantizedTensor(x.shape, x.dtype, spec, *both.beside[:2])
+        codes.rowwise_tensor_scale = both.beside.tensor_scale
+        way = Direction(Key(5, 6), torch.ones(32, device=device), amax.new_ones(1), Key(7, 8))
+
+        def again_from(source: torch.Tensor | CodedMatrix, way: Direction = way) -> torch.Tensor | None:
+            made = quantize_mx(source, second, columns=way, rng_step=rng_step, out_dtype=dtype)  # noqa: B023
+            return made.columnwise_data
+
+        for what, got, want in (
+            ("values beside codes", both.rowwise_data, plain.rowwise_data),
+            ("values of codes", codes.dequantize(), values),
+            ("again from codes", again_from(both.beside), again_from(values)),
+            ("amax of codes", *(operand_amaxes(one, rows=None, columns=way) for one in (both.beside, values))),
+        ):
+            assert got is not None
+            assert want is not None
+            same = (got == want) & (got.signbit() == want.signbit()) | (got.isnan() & want.isnan())
+            lines += difference(f"{what} of {dtype}", same, got, want)
+    return lines
+
+
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
     from tests.kernels import block_sum_kernel
 
     found = [line for case in small_cases() for line in differences(case, "cpu")] + linear_differences()
+    found += coded_differences("cpu")
     found += block_sum_kernel.differences("cpu")
     print(*found, f"{len(small_cases())} cases compared", sep="\n")
     sys.exit(bool(found))

@@ -11,7 +11,7 @@ from megatron_lowprec.recipe.quant_spec import HADAMARD_BLOCKS
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.registry import get_recipe
 from tests.kernels.interpreted import assert_no_differences
-from tests.kernels.mx_cases import Case, differences, gpu_cases, nvfp4_recipe, small_cases
+from tests.kernels.mx_cases import Case, coded_differences, differences, gpu_cases, nvfp4_recipe, small_cases
 
 gpu_recipes = pytest.mark.parametrize(
     "recipe", [get_recipe("mxfp4_rht_sr"), nvfp4_recipe(), get_recipe("quartet2")], ids=lambda one: one.name
@@ -71,7 +71,7 @@ def test_a_thread_holds_one_long_group(block: int) -> None:
             cast = quantize_mx(
                 torch.zeros(block, block), rule, rows=rows, columns=columns, rng_step=rng_step, codes=codes
             )
-        assert [out is None for out in cast] == [False, not codes, False, not codes, True, True]
+        assert [out is None for out in cast] == [False, not codes, False, not codes, True, True, True]
         for kernel in rule.kernels.values():
             for tiling in kernel.specialized:
                 entries, threads = tiling.rows * tiling.columns, 32 * tiling.warps
@@ -84,6 +84,11 @@ def test_a_thread_holds_one_long_group(block: int) -> None:
 @pytest.mark.parametrize("case", gpu_cases(), ids=str)
 def test_compiled_kernel_equals_the_reference(case: Case) -> None:
     assert differences(case, "cuda") == []
+
+
+@pytest.mark.gpu
+def test_codes_beside_an_operand_are_its_values() -> None:
+    assert coded_differences("cuda") == []
 
 
 @pytest.mark.gpu

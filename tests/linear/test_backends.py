@@ -19,8 +19,10 @@ from megatron_lowprec.linear.backends.table import BACKENDS, FALLBACK, Backend, 
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.mcore.debug.instrumented import inspected_casts
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec
 
@@ -136,6 +138,31 @@ def test_dy_of_two_transforms_is_not_quantized_in_one_cast(
     dgrad = replace(recipe.dgrad, hadamard=replace(recipe.wgrad.hadamard, **changes))
     emulated = LinearGemms(replace(recipe, dgrad=dgrad), LinearId(1, "x"), 0, AmaxHistory).backends.built("emulated")
     assert emulated.fuses_directions("grad_output", torch.zeros(64, 64).bfloat16(), STEP) == fuses
+
+
+@pytest.mark.parametrize(
+    ("overrides", "backend", "keeps"),
+    [
+        ([], "emulated", True),
+        ([], "blackwell_mx", False),  # whose operands are codes
+        (["wgrad.input.source=original"], "emulated", False),
+        (["fprop.input.scale.rule=product", "fprop.input.tensor_scale=null"], "emulated", False),
+        (["fprop.input.format=e2m3", "fprop.input.scale.four_over_six=null"], "emulated", False),
+        (["fprop.input.scaling=delayed", "fprop.input.scale.four_over_six=null"], "emulated", False),
+    ],
+)
+def test_codes_are_kept_for_a_second_quantization(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], backend: str, keeps: bool
+) -> None:
+    monkeypatch.setattr(dispatch, "has_mx_kernel", lambda _, rule: rule is not None)
+    layer = LinearGemms(load_recipe("quartet2", overrides), LinearId(1, "x"), 0, AmaxHistory)
+    x = torch.zeros(70, 128).bfloat16()
+    assert layer.backends.built(backend).keeps_codes(x) == keeps
+    assert not layer.backends.built(backend).keeps_codes(torch.zeros(128, 70).bfloat16().t())
+    if backend == "emulated":
+        assert layer.saves_codes(x) == keeps
+    with inspected_casts(layer, lambda *_: None):
+        assert not layer.saves_codes(x)
 
 
 def test_a_tensor_of_two_specs_is_not_quantized_in_one_cast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,22 +12,25 @@ import triton.language as tl
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger, larger_magnitude, raise_to_amax
 from megatron_lowprec.kernels.interpreted import INTERPRETED
 from megatron_lowprec.kernels.launch import Specialized, specialized_on
-from megatron_lowprec.kernels.quantize.rule import Direction
-from megatron_lowprec.kernels.quantize.triton_ops import groups_in_threads, rounded_to, transformed
+from megatron_lowprec.kernels.quantize.rule import CodedMatrix, Direction
+from megatron_lowprec.kernels.quantize.triton_ops import groups_in_threads, nvfp4_tile, rounded_to, transformed
 
 _WARPS = 8192
 _ABSENT, _PLAIN, _TRANSFORMED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["scale_ptr", "tensor_scale_ptr"])
 def _operand_amaxes_kernel(
     x_ptr,
     amax_ptr,
     row_signs_ptr,
     col_signs_ptr,
+    scale_ptr,
+    tensor_scale_ptr,
     M,
     N,
     stride,
+    CODED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROUNDS: tl.constexpr,
@@ -50,7 +53,10 @@ def _operand_amaxes_kernel(
         rows = (tile // tiles_n) * BM + tl.arange(0, BM)
         cols = (tile % tiles_n) * BN + tl.arange(0, BN)
         offsets = rows.to(tl.int64)[:, None] * stride + cols[None, :]
-        x = tl.load(x_ptr + offsets, mask=(rows < M)[:, None] & (cols < N)[None, :], other=0.0)
+        if CODED:
+            x = nvfp4_tile(x_ptr, scale_ptr, tensor_scale_ptr, rows, (tile % tiles_n) * BN, M, N, BN)
+        else:
+            x = tl.load(x_ptr + offsets, mask=(rows < M)[:, None] & (cols < N)[None, :], other=0.0)
         if ROWS == _PLAIN or COLUMNS == _PLAIN:
             plain = larger_magnitude(plain, x) if PAIRS else larger(plain, tl.abs(x.to(tl.float32)))
         if ROWS == _TRANSFORMED:
@@ -69,23 +75,32 @@ def _operand_amaxes_kernel(
 
 
 @lru_cache(maxsize=64)
-def _specialized(rows: int, columns: int, rounds: bool, group: int) -> tuple[Specialized, int, int, int]:
+def _specialized(
+    rows: int, columns: int, rounds: bool, group: int, coded: bool = False
+) -> tuple[Specialized, int, int, int]:
     """The kernel, rows and columns of its tile, and warps."""
     if group >= 128:  # a group fills a thread's registers, and one warp exchanges it without barriers
         height, width, warps = (group, 32, 1) if columns == _TRANSFORMED.value else (32, group, 1)
     else:
         height, width, warps = group, max(4096 // group, group), 4
-    constants = {"ROWS": rows, "COLUMNS": columns, "ROUNDS": rounds, "GROUP": group, "BM": height, "BN": width}
+    constants = {"CODED": coded, "ROWS": rows, "COLUMNS": columns, "ROUNDS": rounds, "GROUP": group}
+    constants |= {"BM": height, "BN": width}
     # a contracted multiply-add rounds once, the reference twice
     kernel = Specialized(_operand_amaxes_kernel, constants, num_warps=warps, enable_fp_fusion=False)
     return kernel, height, width, warps
 
 
 def operand_amaxes(
-    x: torch.Tensor, *, rows: Direction | None, columns: Direction | None, rounds_transform: bool = False
+    x: torch.Tensor | CodedMatrix,
+    *,
+    rows: Direction | None,
+    columns: Direction | None,
+    rounds_transform: bool = False,
 ) -> torch.Tensor:
-    """As the reference."""
-    (M, N), device = x.shape, x.device
+    """As the reference, also of a ``CodedMatrix``."""
+    coded = isinstance(x, CodedMatrix)
+    read, *scales = x if isinstance(x, CodedMatrix) else (x, x, x)
+    (M, N), device = x.shape, read.device
     amaxes = torch.zeros(2, dtype=torch.float32, device=device)
     signs = [None if way is None else way.signs for way in (rows, columns)]
     kinds = [0 if way is None else 1 if way.signs is None else 2 for way in (rows, columns)]
@@ -94,8 +109,9 @@ def operand_amaxes(
     apart = group >= 128 and 0 not in kinds
     for of_rows, of_columns in ((kinds[0], 0), (0, kinds[1])) if apart else (tuple(kinds),):
         entries = group if 2 in (of_rows, of_columns) else 16
-        kernel, height, width, warps = _specialized(of_rows, of_columns, rounds_transform, entries)
+        kernel, height, width, warps = _specialized(of_rows, of_columns, rounds_transform, entries, coded)
         programs = min(_WARPS // warps, -(-M // height) * -(-N // width))
-        arguments = (x, amaxes, *(x if each is None else each for each in signs), M, N, x.stride(0))
+        of_ways = (read if each is None else each for each in signs)
+        arguments = (read, amaxes, *of_ways, *scales, M, N, read.stride(0))
         kernel.launch(programs, device, arguments, specialized_on(arguments))
     return amaxes

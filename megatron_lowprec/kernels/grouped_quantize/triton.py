@@ -146,7 +146,7 @@ def _grouped_mx_kernel(
         P: tl.constexpr = BM * BN // GROUP
         PER_ROW: tl.constexpr = BN // GROUP
         lane = tl.arange(0, P)
-        out, _ = quantize_groups(
+        out, _, _ = quantize_groups(
             tl.trans(tl.reshape(x, [P, GROUP])).to(tl.float32),
             place(first_m + lane // PER_ROW, m_start, m_gate_offset, m_gate_stride),
             first_n + (lane % PER_ROW) * GROUP,
@@ -171,7 +171,7 @@ def _grouped_mx_kernel(
     else:
         TALL: tl.constexpr = BM // GROUP
         stacked = tl.arange(0, TALL * BN)
-        out, _ = quantize_groups(
+        out, _, _ = quantize_groups(
             _columns_of(x, TALL, GROUP),
             place(first_n + stacked % BN, n_start, n_gate_offset, n_gate_stride),
             first_m + (stacked // BN) * GROUP,

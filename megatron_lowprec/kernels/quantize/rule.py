@@ -47,6 +47,25 @@ class Direction(NamedTuple):
     lanes_first: bool = False
 
 
+class CodedMatrix(NamedTuple):
+    """A matrix [M, N] of fp32 values: E2M1 codes times the scale of their block, fl32(E4M3 code * tensor scale).
+
+    Attributes:
+        codes: uint8 [M, N / 2], contiguous, entry 2i in the low nibble.
+        scale: uint8 [M, N / 16].
+        tensor_scale: fp32 [1, 1].
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    tensor_scale: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, N)."""
+        return self.codes.shape[0], self.codes.shape[1] * 2
+
+
 class MxCast(NamedTuple):
     """Data of [M, N] in blocks, rowwise, columnwise or both, contracted dimension last; None where not requested.
 
@@ -57,6 +76,7 @@ class MxCast(NamedTuple):
             [N, M rounded up to whole groups], row-major, padded with quantized zeros.
         rowwise_scale, columnwise_scale: codes of block scales, uint8 [R, K / rule.block]; only with codes.
         rowwise_tensor_scale, columnwise_tensor_scale: fp32 [1, 1], decode scale of the tensor; only with a target.
+        beside: rowwise data in codes.
     """
 
     rowwise_data: torch.Tensor | None = None
@@ -65,6 +85,7 @@ class MxCast(NamedTuple):
     columnwise_scale: torch.Tensor | None = None
     rowwise_tensor_scale: torch.Tensor | None = None
     columnwise_tensor_scale: torch.Tensor | None = None
+    beside: CodedMatrix | None = None
 
     def direction(self, rowwise: bool) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Data, scale and tensor scale of one direction."""
@@ -105,6 +126,8 @@ class MxConstants(NamedTuple):
         TARGET: amax of the scaled tensor, for a tensor scale; 0 for none.
         LANES_FIRST: whether sums over square blocks add the P entries of a row of [GROUP, P] first.
         WHOLE: whether the tensor's decode scale is multiplied into dequantized values.
+        CODED: whether a ``CodedMatrix`` is read, along columns only.
+        BESIDE: whether one is written beside dequantized rows.
     """
 
     PACKED: bool
@@ -140,6 +163,8 @@ class MxConstants(NamedTuple):
     TARGET: float = 0.0
     LANES_FIRST: bool = False
     WHOLE: bool = False
+    CODED: bool = False
+    BESIDE: bool = False
 
     def tuning_name(self) -> str:
         """The constants in the key of a cached tiling."""
@@ -187,16 +212,18 @@ class MxRule:
         plain: int = 0,
         lanes_first: bool = False,
         whole: bool = False,
+        coded: bool = False,
+        beside: bool = False,
     ) -> MxConstants:
         """Constants of the kernel that writes these outputs.
 
         Args:
             transform: block of the transform, a multiple of ``block``; 0 for none.
             converts: ``converts_fp8`` of the device.
-            plain, lanes_first, whole: as in ``MxConstants``.
+            plain, lanes_first, whole, coded, beside: as in ``MxConstants``.
         """
         fmt, scale = self.fmt, self.scale_fmt
-        coded: dict[str, Any] = {} if scale is None else self._constants_of_scales(scale)
+        of_scales: dict[str, Any] = {} if scale is None else self._constants_of_scales(scale)
         return MxConstants(
             PACKED=packed,
             ALONG_ROWS=rows,
@@ -221,8 +248,17 @@ class MxRule:
             TARGET=self.target or 0.0,
             LANES_FIRST=lanes_first,
             WHOLE=whole,
-            **coded,
+            CODED=coded,
+            BESIDE=beside,
+            **of_scales,
         )
+
+    @property
+    def makes_nvfp4(self) -> bool:
+        """Whether rowwise data are a ``CodedMatrix``."""
+        formats = self.fmt.name, None if self.scale_fmt is None else self.scale_fmt.name
+        plain = self.headroom == 1.0 and self.target is not None
+        return plain and formats == ("e2m1", "e4m3") and (self.block_rows, self.block) == (1, 16)
 
     @property
     def shares_directions(self) -> bool:

@@ -15,11 +15,11 @@ import triton.language as tl
 from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.philox.triton import place
-from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule, converts_fp8
+from megatron_lowprec.kernels.quantize.rule import CodedMatrix, Direction, MxCast, MxRule, converts_fp8
 from megatron_lowprec.kernels.quantize.tilings import LONGEST_FUSED, Tiling, tilings_of
 from megatron_lowprec.kernels.quantize.triton_coded import tensor_amax, write_tensor_scale
 from megatron_lowprec.kernels.quantize.triton_groups import quantize_groups
-from megatron_lowprec.kernels.quantize.triton_ops import groups_in_threads, widened
+from megatron_lowprec.kernels.quantize.triton_ops import groups_in_threads, nvfp4_tile, widened
 from megatron_lowprec.kernels.tuning import Tuned
 
 _KEYS = ["rk0", "rk1", "ck0", "ck1", "row_scale_k0", "row_scale_k1", "col_scale_k0", "col_scale_k1"]
@@ -28,7 +28,7 @@ _SPANS = ["m_start", "m_gate_offset", "m_gate_stride", "n_start", "n_gate_offset
 
 @triton.jit(
     do_not_specialize=["M", "padded_M", *_KEYS, *_SPANS, "unit"],
-    do_not_specialize_on_alignment=["row_amax_ptr", "col_amax_ptr"],
+    do_not_specialize_on_alignment=["row_amax_ptr", "col_amax_ptr", "coded_scale_ptr", "coded_tensor_scale_ptr"],
 )
 def _mx_kernel(
     x_ptr,
@@ -63,6 +63,9 @@ def _mx_kernel(
     n_gate_offset,
     n_gate_stride,
     unit,
+    coded_ptr,
+    coded_scale_ptr,
+    coded_tensor_scale_ptr,
     MX: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -70,7 +73,7 @@ def _mx_kernel(
     """Writes dequantized tiles if ``MX.CODE_BITS`` is 0, else codes and scale bytes, columnwise ones transposed.
 
     ``row_pitch`` and ``col_pitch`` are the bytes of a row of codes. With a tensor scale, the decode scales of rows and
-    columns are written too.
+    columns are written too. ``coded`` is the ``CodedMatrix`` that ``MX.CODED`` reads and ``MX.BESIDE`` writes.
     """
     # two 4-bit codes share a byte
     SHARE: tl.constexpr = 2 if MX.CODE_BITS == 4 else 1
@@ -88,7 +91,8 @@ def _mx_kernel(
     step = tl.load(rng_step_ptr).to(tl.uint32, bitcast=True)
     microbatch = tl.load(rng_step_ptr + 1).to(tl.uint32, bitcast=True)
     out_offsets = rows.to(tl.int64)[:, None] * N + cols[None, :]
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float32 if MX.CODED else x_ptr.dtype.element_ty
+    tl.static_assert(not MX.CODED or not MX.ALONG_ROWS)
     if MX.ALONG_ROWS:
         row_amax = tensor_amax(row_amax_ptr, MX)
         write_tensor_scale(tensor_scale_ptr, row_amax, tile == 0, MX)
@@ -114,7 +118,7 @@ def _mx_kernel(
             y = tl.trans(tl.reshape(x, [P, GROUP])).to(tl.float32)
         m = first_m + group // PER_ROW
         first_column = first_n + (group % PER_ROW) * GROUP
-        out, byte = quantize_groups(
+        out, byte, beside = quantize_groups(
             y,
             place(m, m_start, m_gate_offset, m_gate_stride),
             first_column,
@@ -144,15 +148,24 @@ def _mx_kernel(
             tl.store(row_ptr + first + tl.arange(0, GROUP // SHARE)[:, None], out, mask=inside)
             block = (m.to(tl.int64) * (N // MX.BLOCK) + first_column // MX.BLOCK)[None, :]
             tl.store(row_scale_ptr + block + tl.arange(0, BLOCKS)[:, None], byte.to(tl.uint8), mask=inside)
+        if MX.BESIDE:  # a group is a block
+            inside = ((m < M) & (first_column < N))[None, :]
+            first = (m.to(tl.int64) * (N // 2) + first_column // 2)[None, :]
+            tl.store(coded_ptr + first + tl.arange(0, GROUP // 2)[:, None], beside, mask=inside)
+            block = (m.to(tl.int64) * (N // GROUP) + first_column // GROUP)[None, :]
+            tl.store(coded_scale_ptr + block, byte.to(tl.uint8), mask=inside)
     if MX.ALONG_COLUMNS:
         col_amax = tensor_amax(col_amax_ptr, MX)
         write_tensor_scale(tensor_scale_ptr + 1, col_amax, tile == 0, MX)
         # after the rowwise part this read hits the cache: registers for the tile are better spent on warps
-        y = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+        if MX.CODED:
+            y = nvfp4_tile(x_ptr, coded_scale_ptr, coded_tensor_scale_ptr, rows, first_n, M, N, BN)
+        else:
+            y = tl.load(x_ptr + offsets, mask=mask, other=0.0)
         y = groups_in_threads(y) if MX.BLOCK_ROWS == 1 and (MX.SCALE_MANTISSA > 0 or GROUP == 128) else y.to(tl.float32)
         n = cols
         first_column = tl.full([BN], first_m, tl.int32)
-        out, byte = quantize_groups(
+        out, byte, _ = quantize_groups(
             y,
             place(n, n_start, n_gate_offset, n_gate_stride),
             first_column,
@@ -189,7 +202,7 @@ _PITCHES = slice(14, 16)  # of the kernel's arguments
 
 
 def quantize_mx(
-    x: torch.Tensor,
+    x: torch.Tensor | CodedMatrix,
     rule: MxRule,
     *,
     rows: Direction | None = None,
@@ -198,13 +211,15 @@ def quantize_mx(
     spans: tuple[ShardSlice, ShardSlice] = (WHOLE, WHOLE),
     codes: bool = False,
     whole: bool = False,
+    beside: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> MxCast:
     """Rowwise data in blocks, columnwise data or both of a matrix, from one read or one a direction.
 
     Args:
         x: [M, N] bf16 or fp32, the last dimension contiguous; N a multiple of ``rule.block`` and of len(signs) if
-            ``rows`` is given. Any M: the kernel zero-pads columns, which changes no scale.
+            ``rows`` is given. Any M: the kernel zero-pads columns, which changes no scale. For ``columns``
+            only, a coded one.
         rule: format, scale and rounding. Square blocks: nearest, no transform, one output for both; codes
             only along columns, with a scale for each row of them.
         rows: rowwise data, blocks along the last dimension (the operand x); None to omit.
@@ -215,19 +230,22 @@ def quantize_mx(
         codes: write codes and scale bytes, the layout of native GEMMs; else dequantized values, headroom included, but
             without the tensor's scale.
         whole: multiply values by the tensor's scale too, which is rounded with the block's scale to fp32.
-        out_dtype: of dequantized values; None for that of x.
+        beside: also write a ``CodedMatrix`` of the values, of rows only; if ``rule.makes_nvfp4``.
+        out_dtype: of dequantized values; None for that of x; required for a coded one.
     """
     others: dict[str, Any] = {"rng_step": rng_step, "spans": spans, "whole": whole, "out_dtype": out_dtype}
     if rule.block_rows > 1 and rows is not None:
+        assert isinstance(x, torch.Tensor)
         return _square(x, rule, rows, columns, **others)
     if rows is not None and columns is not None and _takes_two_kernels(rule, rows, columns, codes):
         by_row = quantize_mx(x, rule, rows=rows, codes=codes, **others)
         by_column = quantize_mx(x, rule, columns=columns, codes=codes, **others)
-        return MxCast(*(a if b is None else b for a, b in zip(by_row, by_column, strict=True)))
-    kernel, dtype = _mx_kernel_for(x, rule, rows, columns, codes, whole), out_dtype or x.dtype
-    cast, arguments = kernel.arguments(x, dtype, rows, columns, rng_step, spans)
-    (M, N), stride, device = x.shape, x.stride(0), x.device
-    specialized_on = (x.dtype, dtype, x.data_ptr() % 16 == 0, N % 16 == 0, stride % 16 == 0, N == 1, stride == 1)
+        return by_row._replace(**{name: made for name, made in by_column._asdict().items() if made is not None})
+    coded, read = (x, x.codes) if isinstance(x, CodedMatrix) else (None, x)
+    kernel, dtype = _mx_kernel_for(read, rule, rows, columns, codes, whole, coded is not None, beside), out_dtype
+    (M, N), stride, device, dtype = x.shape, read.stride(0), read.device, dtype or read.dtype
+    cast, arguments = kernel.arguments(read, (M, N), dtype, rows, columns, rng_step, spans, coded)
+    specialized_on = (read.dtype, dtype, read.data_ptr() % 16 == 0, N % 16 == 0, stride % 16 == 0, N == 1, stride == 1)
     if codes:  # a pitch is a multiple of 8 or more under blocks of 16
         specialized_on += tuple(pitch % 16 == 0 for pitch in arguments[_PITCHES])
 
@@ -263,7 +281,7 @@ def _square(x: torch.Tensor, rule: MxRule, rows: Direction, columns: Direction |
 
 
 def _mx_kernel_for(
-    x: torch.Tensor, rule: MxRule, rows: Direction | None, columns: Direction | None, codes: bool, whole: bool
+    x: torch.Tensor, rule: MxRule, rows: Direction | None, columns: Direction | None, codes: bool, *others: bool
 ) -> "_MxKernel":
     of_rows, of_columns = (rows or _NOTHING).signs, (columns or _NOTHING).signs
     signs = of_columns if of_rows is None else of_rows
@@ -272,7 +290,7 @@ def _mx_kernel_for(
     plain = (rows is not None and of_rows is None) + 2 * (columns is not None and of_columns is None) if block else 0
     lanes_first = columns is not None and columns.lanes_first
     ways, converts = (rows is not None, columns is not None), converts_fp8(x.device)
-    key = (block, *ways, packed, codes, converts, plain, lanes_first, whole)
+    key = (block, *ways, packed, codes, converts, plain, lanes_first, *others)
     found = rule.kernels.get(key)
     if found is None:
         found = rule.kernels[key] = _MxKernel(rule, *key)
@@ -286,6 +304,8 @@ class _MxKernel:
         constants = rule.constants(*key)
         rows, columns, codes = constants.ALONG_ROWS, constants.ALONG_COLUMNS, constants.CODE_BITS > 0
         self._block, self._group, self._scales_tensor = rule.block, constants.GROUP, rule.target is not None
+        self._beside = constants.BESIDE
+        assert not self._beside or (rule.makes_nvfp4 and rows and not columns and rule.block == constants.GROUP)
         self._pads = codes or (constants.HADAMARD and not constants.PLAIN & 2)  # a transform makes a group dense
         self._codes_a_byte = 0 if not codes else 2 if rule.fmt.bits == 4 else 1
         self._code_dtype = torch.uint8 if rule.fmt.bits <= 8 else torch.int16
@@ -307,14 +327,16 @@ class _MxKernel:
     def arguments(
         self,
         x: torch.Tensor,
+        shape: tuple[int, int],
         dtype: torch.dtype,
         rows: Direction | None,
         columns: Direction | None,
         rng_step: torch.Tensor,
         spans: tuple[ShardSlice, ShardSlice],
+        coded: CodedMatrix | None,
     ) -> tuple[MxCast, tuple[Any, ...]]:
-        """Empty outputs and all launch arguments."""
-        (M, N), device, share = x.shape, x.device, self._codes_a_byte
+        """Empty outputs and all launch arguments. ``x``: the memory that is read."""
+        (M, N), device, share = shape, x.device, self._codes_a_byte
         # codes of a part of a group would be written into the next row
         assert rows is None or N % self._group == 0, f"rows of {N} entries are no whole groups of {self._group}"
         padded_M = -(-M // self._group) * self._group if self._pads else M
@@ -344,6 +366,11 @@ class _MxKernel:
             None if rows is None else scales[0],
             None if columns is None else scales[1],
         )
+        if self._beside:
+            assert scales[0] is not None
+            packed, of_blocks = (torch.empty((M, N // each), dtype=torch.uint8, device=device) for each in (2, 16))
+            coded = CodedMatrix(packed, of_blocks, scales[0])
+            made = made._replace(beside=coded)
         rows, columns = rows or _NOTHING, columns or _NOTHING
         # placeholders for an omitted direction, which the kernel does not access
         arguments = (
@@ -365,5 +392,6 @@ class _MxKernel:
             *spans[0],
             *spans[1],
             self._unit,
+            *(coded or (x, x, x)),
         )
         return made, arguments

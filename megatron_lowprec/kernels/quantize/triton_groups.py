@@ -13,6 +13,8 @@ from megatron_lowprec.kernels.quantize.triton_ops import (
     STOCHASTIC,
     e8m0,
     element_codes,
+    finite_codes,
+    packed_codes,
     power_of_two,
     round_to_grid,
     transformed,
@@ -52,10 +54,11 @@ def quantize_groups(
     HADAMARD: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """[MX.GROUP, P] fp32, widened from DTYPE -> elements, and scale bytes, int32 [GROUP / BLOCK, P].
+    """[MX.GROUP, P] fp32, widened from DTYPE -> elements, scale bytes, int32 [GROUP / BLOCK, P], and packed codes.
 
     Elements are fp32 [GROUP, P], dequantized; or, with ``MX.CODE_BITS`` above 0, int32 codes of that width,
-    [GROUP, P], or uint8 [GROUP / 2, P] with two 4-bit codes a byte.
+    [GROUP, P], or uint8 [GROUP / 2, P] with two 4-bit codes a byte. ``MX.BESIDE`` has such codes beside values; others
+    return no codes of use.
     """
     P: tl.constexpr = y.shape[1]
     GROUP: tl.constexpr = MX.GROUP
@@ -76,7 +79,7 @@ def quantize_groups(
         elements, decode = quantize_coded(blocks, amax, amax_of_tensor, draws, scale_draws, unit, MX)
         is_nan = decode != decode
         byte = decode
-        if MX.CODE_BITS > 0:
+        if MX.CODE_BITS > 0 or MX.BESIDE:
             byte = element_codes(decode, MX.SCALE_MANTISSA, MX.SCALE_MIN_EXPONENT, 8, MX.SCALE_NAN_CODE, is_nan)
         if MX.WHOLE:
             _, above, _ = tensor_scale(amax_of_tensor, MX)
@@ -100,15 +103,17 @@ def quantize_groups(
             elements = round_to_grid(
                 v, draws, unit, MX.MANTISSA, MX.MIN_EXPONENT, MX.MAX, MX.ROUNDING, MX.RANDOM_BITS, SATURATES
             )
+    beside = byte
+    if MX.BESIDE:  # the scale of a NaN tells it
+        codes = finite_codes(elements, MX.MANTISSA, MX.MIN_EXPONENT, 4)
+        beside = packed_codes(tl.reshape(codes, [GROUP, P]))
     if MX.CODE_BITS == 0:
         out = tl.reshape(elements.to(tl.float32) * decode[:, None, :], [GROUP, P])
     elif MX.NATIVE:
         out = tl.reshape(elements.to(tl.uint8, bitcast=True), [GROUP, P])
     else:
         codes = element_codes(elements, MX.MANTISSA, MX.MIN_EXPONENT, MX.CODE_BITS, MX.NAN_CODE, is_nan[:, None, :])
+        out = tl.reshape(codes, [GROUP, P])  # the store converts them
         if MX.CODE_BITS == 4:
-            low, high = tl.split(tl.permute(tl.reshape(codes, [GROUP // 2, 2, P]), (0, 2, 1)))
-            out = (low | (high << 4)).to(tl.uint8)
-        else:
-            out = tl.reshape(codes, [GROUP, P])  # the store converts them
-    return out, byte
+            out = packed_codes(out)
+    return out, byte, beside

@@ -159,11 +159,43 @@ def element_codes(
     elements, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, BITS: tl.constexpr, NAN_CODE: tl.constexpr, is_nan
 ):
     """fp32 values on the format's grid -> int32 codes in the low bits; ``NAN_CODE`` where ``is_nan``."""
-    SMALLEST: tl.constexpr = 2.0**MIN_EXPONENT
-    bits = elements.to(tl.int32, bitcast=True)
-    magnitude = tl.abs(elements)
-    normal = magnitude >= SMALLEST
-    # as in round_to_grid: a subnormal number plus the smallest normal one has its code in the mantissa
-    field = (magnitude + tl.where(normal, 0.0, SMALLEST)).to(tl.int32, bitcast=True) >> (23 - MANTISSA)
-    code = field - tl.where(normal, (MIN_EXPONENT + 126) << MANTISSA, (MIN_EXPONENT + 127) << MANTISSA)
-    return tl.where(is_nan, NAN_CODE, code | (((bits >> 31) & 1) << (BITS - 1)))
+    return tl.where(is_nan, NAN_CODE, finite_codes(elements, MANTISSA, MIN_EXPONENT, BITS))
+
+
+@triton.jit
+def finite_codes(elements, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, BITS: tl.constexpr):
+    """``element_codes`` of numbers."""
+    # scaled as in round_to_grid: the code is above the bits of the mantissa that the format lacks
+    bits = (elements * 2.0 ** (-126 - MIN_EXPONENT)).to(tl.int32, bitcast=True)
+    return ((bits & 0x7FFFFFFF) >> (23 - MANTISSA)) | (((bits >> 31) & 1) << (BITS - 1))
+
+
+@triton.jit
+def decoded(codes, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, BITS: tl.constexpr):
+    """fp32 of ``finite_codes``, int32."""
+    bits = ((codes << (32 - BITS)) & -2147483648) | ((codes & ((1 << (BITS - 1)) - 1)) << (23 - MANTISSA))
+    return bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + MIN_EXPONENT)
+
+
+@triton.jit
+def packed_codes(codes):
+    """int32 codes of 4 bits [GROUP, P] -> uint8 [GROUP / 2, P], entry 2i in the low nibble."""
+    GROUP: tl.constexpr = codes.shape[0]
+    P: tl.constexpr = codes.shape[1]
+    low, high = tl.split(tl.permute(tl.reshape(codes, [GROUP // 2, 2, P]), (0, 2, 1)))
+    return (low | (high << 4)).to(tl.uint8)
+
+
+@triton.jit
+def nvfp4_tile(codes_ptr, scale_ptr, tensor_scale_ptr, rows, first_n, M, N, BN: tl.constexpr):
+    """fp32 [BM, BN] of a ``CodedMatrix`` [M, N], its columns from ``first_n``; zeros outside."""
+    BM: tl.constexpr = rows.shape[0]
+    row, inside = rows.to(tl.int64)[:, None], (rows < M)[:, None]
+    pair = (first_n // 2 + tl.arange(0, BN // 2))[None, :]
+    codes = tl.load(codes_ptr + row * (N // 2) + pair, mask=inside & (pair < N // 2), other=0).to(tl.int32)
+    block = (first_n // 16 + tl.arange(0, BN // 16))[None, :]
+    scale = tl.load(scale_ptr + row * (N // 16) + block, mask=inside & (block < N // 16), other=0).to(tl.int32)
+    nan = tl.full([], 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
+    decode = tl.where(scale == 0x7F, nan, decoded(scale, 3, -6, 8)) * tl.load(tensor_scale_ptr)
+    elements = tl.join(decoded(codes & 0xF, 1, 0, 4), decoded(codes >> 4, 1, 0, 4))
+    return tl.reshape(tl.reshape(elements, [BM, BN // 16, 16]) * decode[:, :, None], [BM, BN])

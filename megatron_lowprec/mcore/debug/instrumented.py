@@ -61,6 +61,10 @@ class _InspectedBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def keeps_codes(self, x_TI: torch.Tensor) -> bool:
+        """False: the inspection compares with x itself."""
+        return False
+
     def quantize(
         self,
         tensor: str,

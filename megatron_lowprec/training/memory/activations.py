@@ -113,12 +113,14 @@ def backward_of_a_layer(config: Config, runs: Execution) -> float:
 
 
 def _other_operand(config: Config, runs: Execution, stream: float) -> float:
-    """Bytes of x in wgrad, or of fprop's fp32 values of w in dgrad if they are more; x has such values too."""
+    """Bytes of x in wgrad, or of fprop's fp32 values of w in dgrad if they are more; x without codes has them too."""
     x, w = stream, 0.0
-    if any(_of_fprop(linear.wgrad.input) for linear in runs.recipe.linear_recipes):
+    sites = linear_sites(config, range(1, config.shape.num_layers + 1))
+    linears = {site: runs.linear(config, site.layer_number, site.name) for site in sites}
+    again = [site for site, linear in linears.items() if _of_fprop(linear.wgrad.input)]
+    if not all(runs.saved_codes(config, site.layer_number, site.name) for site in again):
         x += stream / width_of(config) * 4.0
-    if any(_of_fprop(linear.dgrad.weight) for linear in runs.recipe.linear_recipes):
-        sites = linear_sites(config, range(1, config.shape.num_layers + 1))
+    if any(_of_fprop(linear.dgrad.weight) for linear in linears.values()):
         w = 4.0 * max(site.in_features * site.out_features / sharding(config, site).tensor_ranks for site in sites)
     return max(x, w)
 

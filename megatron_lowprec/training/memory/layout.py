@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import has_block_scales
+from megatron_lowprec.linear.backends.emulated.codes_beside import codes_for_wgrad
 from megatron_lowprec.linear.backends.table import emulated_rows, native_gemms
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.linear_id import SIDES
@@ -38,25 +39,28 @@ class Execution:
         """What a linear layer runs."""
         return self.recipe.at(Layer(layer, name, config.shape.num_layers))
 
-    def keeps_codes(self, config: Config, layer: int, name: str) -> bool:
-        """Whether a linear layer saves FP8 codes of its input for wgrad, instead of the input."""
+    def saved_codes(self, config: Config, layer: int, name: str) -> float:
+        """Bytes an entry of the codes that a linear layer saves of its input for wgrad; 0 if it saves the input."""
         if not architecture_of(config).plans_fp8_inputs:
-            return False
+            return 0.0
         site = next(site for site in linear_sites(config, range(layer, layer + 1)) if site.name == name)
         linear = self.linear(config, layer, name)
         if config.sequence_parallel and site.split == "column":  # gathered again in the backward pass
-            return config.fp8_sequence_parallel_gather and why_not_gathered(linear, "input") is None
-        if has_block_scales(linear.wgrad):  # the block-scaled units' operand of wgrad is cast in the backward pass
-            return False
+            return float(config.fp8_sequence_parallel_gather and why_not_gathered(linear, "input") is None)
         native = self.native_gemms(config, site)
-        return {"fprop", "wgrad"} <= native and linear.fprop.input == linear.wgrad.input
+        if self.fused and codes_for_wgrad(linear) and native.isdisjoint({"fprop", "wgrad"}):
+            in_features, _ = site.sizes_on_rank(sharding(config, site).tensor_ranks)
+            return 0.0 if in_features % 16 else 4 / 8 + 1 / 16  # a code, its part of a block's scale
+        if has_block_scales(linear.wgrad):  # the block-scaled units' operand of wgrad is cast in the backward pass
+            return 0.0
+        return float({"fprop", "wgrad"} <= native and linear.fprop.input == linear.wgrad.input)
 
     def computes_again(self, config: Config, layer: int, name: str) -> bool:
         """Whether --save-memory lets a quantized layer compute the norm's output in front of it again."""
         # of other architectures the plan does not tell which inputs are codes
         if not (config.save_memory and self.fused and architecture_of(config).plans_fp8_inputs):
             return False
-        return self.linear(config, layer, name).quantized and not self.keeps_codes(config, layer, name)
+        return self.linear(config, layer, name).quantized and not self.saved_codes(config, layer, name)
 
     def casts_again(self, config: TrainingOptions) -> bool:
         """Whether --save-memory lets linear_proj save no codes beside attention's output."""

@@ -42,14 +42,15 @@ def _terms(tensor: SavedTensor, config: Config, runs: Execution, layer: int) -> 
         yield tensor.name, 0.0
     elif tensor.dispatched:
         yield tensor.name, _dispatched_bytes(entries, config, runs.linear(config, layer, linear).fprop.input)
-    elif not runs.keeps_codes(config, layer, linear):
+    elif not (of_codes := runs.saved_codes(config, layer, linear)):
         yield tensor.name, size
     elif not tensor.also_output:
-        yield tensor.name, entries  # codes in its place
+        yield tensor.name, entries * of_codes  # codes in its place
     else:
         yield tensor.name, size
         if not runs.casts_again(config):
-            yield f"FP8 codes of {linear.rpartition('.')[2]}'s input", entries
+            form = "FP8" if of_codes == 1 else "FP4"
+            yield f"{form} codes of {linear.rpartition('.')[2]}'s input", entries * of_codes
 
 
 def _format(tensor: SavedTensor, runs: Execution) -> str:

@@ -400,16 +400,39 @@ def test_layers_without_an_fp8_weight_are_planned_as_bf16_ones() -> None:
 
 
 def test_operands_of_fprop_are_fp32_while_they_are_quantized_again() -> None:
-    """x of wgrad beside its operand; w of dgrad, before x is there, counts where it is larger."""
+    """x of wgrad beside its operand, but not from codes; w of dgrad, before x is there, counts where it is larger."""
 
-    def backward(batch: int, *overrides: str) -> float:
+    def backward(batch: int, *overrides: str, arch: str = "sm90") -> float:
         config = small(recipe="nvfp4_all", micro_batch_size=batch, global_batch_size=batch)
-        return plan(config, load_recipe("nvfp4_all", overrides), VOCABULARY, 1).transient["backward"]
+        return plan(config, load_recipe("nvfp4_all", overrides), VOCABULARY, 1, arch=arch).transient["backward"]
 
     for batch in (1, 64):
         entries, plain = batch * SIZES["seq_length"] * 128, backward(batch)
-        assert backward(batch, "wgrad.input.source=fprop", "wgrad.hadamard.output=fp32") - plain == 4 * entries
+        again = ["wgrad.input.source=fprop", "wgrad.hadamard.output=fp32"]
+        assert backward(batch, *again) == plain
+        for arch, overrides in (("cpu", again), ("sm90", [*again, "fprop.input.tensor_scale=null"])):
+            assert backward(batch, *overrides, arch=arch) - plain == 4 * entries
         assert backward(batch, "dgrad.weight.source=fprop") - plain == max(0, 4 * 512 * 128 - 2 * entries)
+
+
+@pytest.mark.parametrize("save_memory", [False, True])
+def test_codes_of_fprop_s_values_are_saved_for_wgrad(save_memory: bool) -> None:
+    """By the emulated backend on a GPU: half a byte an entry, and a byte for each of its blocks."""
+    config, recipe = replace(small(recipe="quartet2"), save_memory=save_memory), load_recipe("quartet2")
+    entries, bytes_of_code = 8.0 * 64 * 128, 0.5 + 1 / 16
+    on_cpu, on_gpu = (layer_activations(config, Execution(recipe, arch)) for arch in ("cpu", "sm90"))
+    changed = {name: size for name, size in on_gpu.items() if size != on_cpu.get(name)}
+    expected = {
+        "input of linear_qkv": entries * bytes_of_code,
+        "input of the MLP": entries * bytes_of_code,
+        "input of linear_fc2": 4 * entries * bytes_of_code,
+    }
+    if not save_memory:  # beside attention's output, which attention saves
+        expected["FP4 codes of linear_proj's input"] = entries * bytes_of_code
+    assert {name: size for name, size in changed.items() if "linear" in name or "MLP" in name} == expected
+    split = small(2, recipe="quartet2", tensor_model_parallel_size=2, sequence_parallel=True)
+    found = layer_activations(split, Execution(recipe))
+    assert found["input of the MLP"] == entries  # gathered again in the backward pass, half of the tokens
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

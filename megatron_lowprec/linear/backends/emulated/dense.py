@@ -19,10 +19,10 @@ from megatron_lowprec.kernels.mx_gemm.operand import aligned_codes
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import block_amax, encode, scale_blocks
 from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule
+from megatron_lowprec.linear.backends.emulated.codes_beside import CodesBeside, codes_beside, codes_for_wgrad
 from megatron_lowprec.linear.backends.emulated.product_operand import ProductOperand
 from megatron_lowprec.linear.backends.protocol import (
     CastRequest,
-    GemmBackend,
     KnownAmax,
     LayerContext,
 )
@@ -41,7 +41,7 @@ from megatron_lowprec.quantization.transform import Transform
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, HadamardSpec, QuantSpec
 
 
-class EmulatedGemms(GemmBackend):
+class EmulatedGemms(CodesBeside):
     """``GemmBackend`` for any device; quantizes by the reference or by the fused MX kernel.
 
     Attributes:
@@ -64,6 +64,7 @@ class EmulatedGemms(GemmBackend):
             for name, tensors in GEMM_OPERANDS.items()
             for tensor in tensors
         }
+        self.takes_codes = codes_for_wgrad(recipe) and self.by_kernel and not self.packs
         weights = {self.specs[gemm, "weight"] for gemm in SIDES["weight"]}
         if any(spec is not None and spec.block is not None and spec.block[0] > 1 for spec in weights):
             self.one_cast = self.one_cast | {"weight"}  # the directions of square blocks share their memory
@@ -90,7 +91,7 @@ class EmulatedGemms(GemmBackend):
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         """As ``GemmBackend``; takes only amaxes over all ranks, and leaves sums to the caller."""
         frozen = matrix if isinstance(matrix, FrozenWeight) else None
-        matrix, (rowwise, columnwise, update_amax, _, codes) = in_memory(matrix), request
+        matrix, (rowwise, columnwise, update_amax, _, codes, beside) = in_memory(matrix), request
         name = SIDES[tensor][not rowwise]
         spec = self.specs[name, tensor]
         if spec is None or matrix.numel() == 0:  # an expert may get no tokens
@@ -112,7 +113,7 @@ class EmulatedGemms(GemmBackend):
         if self.by_kernel and fuses_mx(operand, rule, _transform_block(transform, by_column), codes):
             ways = {name: transform} if other is None else {name: transform, other: by_column}
             arguments = self._cast_arguments(tensor, operand, rule, ways, rng_step, known)
-            cast: MxCast = load("quantize").quantize_mx(**arguments, codes=codes, out_dtype=matrix.dtype)
+            cast: MxCast = load("quantize").quantize_mx(**arguments, codes=codes, beside=beside, out_dtype=matrix.dtype)
             made, scale, of_tensor = cast.direction(operand.stride(1) == 1)
             assert made is not None
             data = stored_codes(made, spec, matrix.dtype) if codes and not self.packs else made
@@ -121,6 +122,7 @@ class EmulatedGemms(GemmBackend):
                 quantized.columnwise_data, by_block, quantized.columnwise_tensor_scale = cast.direction(False)
                 quantized.columnwise_scale = by_block
                 quantized.columnwise_transform = None if by_column is None else by_column.spec
+            quantized.beside = codes_beside(quantized, cast)
             return quantized, None
         folds = spec.folds_scale and name not in self.products and not codes
         data, scale, of_tensor = quantize_by_reference(

@@ -70,7 +70,7 @@ class HopperFp8Gemms(GemmBackend):
 
         A computed prologue requires granularity "tensor" and a known scale; a split one excludes granularity "row".
         """
-        rowwise, columnwise, update_amax, sums, _ = request
+        rowwise, columnwise, update_amax, sums, *_ = request
         spec, casts = self._specs[tensor, not rowwise], load("cast_fp8")
         observed = scale_amax = None
         if isinstance(matrix, torch.Tensor):

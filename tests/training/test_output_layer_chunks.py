@@ -10,7 +10,6 @@ import pytest
 
 from megatron_lowprec import UserError, get_recipe
 from megatron_lowprec.training.config.arguments import parse
-from megatron_lowprec.training.config.memory_options import memory_notes
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.memory.plan import plan
 from tests.training.conftest import Drive
@@ -97,8 +96,3 @@ def test_the_plan_has_the_logits_of_a_chunk(arch: str) -> None:
     assert chunk.transient["logits"] == 24 * 128 * (2 if arch == "sm90" else 2 + 8)
     assert whole.transient["logits"] == chunk.transient["logits"] * 64 / 24
     assert {**whole.transient, "logits": 0} == {**chunk.transient, "logits": 0}
-
-
-def test_a_header_without_chunks_has_no_line_about_them() -> None:
-    config = resolve_run(resolve_model(parse(argv())[0]), 1, gpus=True)
-    assert memory_notes(config, get_recipe("bf16"), ()) == []

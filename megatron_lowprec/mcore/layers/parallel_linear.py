@@ -188,7 +188,7 @@ class LowPrecLinearMixin:
     sequence_parallel: bool
     linear_gemms: LinearGemms | None = None
     step_counter: StepCounter | None = None
-    accumulates_in_fp32 = True
+    accumulates_in_fp32 = dense_dummy = True
     channel: GradOutputChannel | None = None  # of the call in progress
 
     @property
@@ -242,7 +242,7 @@ class LowPrecLinearMixin:
         """The weight gradient; or, once accumulated into an fp32 ``main_grad``, a dummy that DDP's hook drops."""
         main_grad = self.fp32_main_grad(weight)
         dw = linear_gemms.wgrad(dy, x, rng_step, accumulate_into=main_grad, amax=amax, input_amax=input_amax)
-        return dw if main_grad is None else added_to_main_grad(weight)
+        return dw if main_grad is None else added_to_main_grad(weight, self.dense_dummy)
 
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any

@@ -164,15 +164,14 @@ def writable_main_grad(weight: torch.Tensor, overwrites: bool = False) -> torch.
 def added_to_main_grad(weight: torch.Tensor, dense: bool = True) -> torch.Tensor:
     """Tell DDP's hook that ``main_grad`` has the weight's gradient; the dummy for autograd, of the weight's shape.
 
-    The hook drops the dummy, but adds that of a weight with Megatron-core's ``zero_out_wgrad``, which two layers use.
-
     Args:
-        dense: False for a sparse dummy without entries: zeros that take no memory.
+        dense: True for undefined entries, which the hook drops. False for sparse zeros, which take no memory and may be
+            added: a weight that two layers use has Megatron-core's ``zero_out_wgrad``, and the hook adds its dummy.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    if not dense:
-        return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device, layout=torch.sparse_coo)
-    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+    if dense:
+        return torch.empty_like(weight)
+    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device, layout=torch.sparse_coo)
 
 
 def has_finite_gradient(weight: torch.Tensor) -> bool:

@@ -70,6 +70,7 @@ class _UnquantizedGemms(LowPrecLinearMixin):
     """The GEMMs of a parallel layer that no recipe reaches; no module, so that nothing takes it for a layer."""
 
     training = True
+    dense_dummy = False  # which would be as large as the weight, beside the logits
 
     def __init__(self, tp_group: dist.ProcessGroup) -> None:
         recipe = LinearRecipe("bf16", "in the compute dtype")
@@ -115,4 +116,4 @@ class _Lookup(torch.autograd.Function):
         assert main_grad is not None
         # sorts the ids and adds rows of one id in a fixed order
         main_grad.index_put_((ids.reshape(-1),), rows.float(), accumulate=True)
-        return added_to_main_grad(weight), None
+        return added_to_main_grad(weight, dense=False), None

@@ -25,7 +25,7 @@ def addresses_of(tensors: Sequence[torch.Tensor] | torch.Tensor) -> np.ndarray:
     if isinstance(tensors, Matrices):
         return tensors.addresses
     if isinstance(tensors, torch.Tensor):
-        return tensors.data_ptr() + np.arange(len(tensors)) * (tensors.stride(0) * tensors.element_size())
+        return tensors.data_ptr() + np.arange(tensors.shape[0]) * (tensors.stride(0) * tensors.element_size())
     return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
 
 
@@ -71,7 +71,7 @@ class Matrices(Sequence[torch.Tensor]):
         if self._split is not None:
             return self._split
         if self._whole is not None:
-            return (self._whole.shape[1],) * len(self._whole)
+            return (self._whole.shape[1],) * self._whole.shape[0]
         return tuple(part.shape[0] for part in self._parts)
 
     @cached_property
@@ -95,7 +95,7 @@ class Matrices(Sequence[torch.Tensor]):
     def __len__(self) -> int:
         if self._whole is None:
             return len(self._parts)
-        return len(self._whole if self._split is None else self._split)
+        return self._whole.shape[0] if self._split is None else len(self._split)
 
     def __getitem__(self, i: Any) -> Any:
         if self._whole is None:

@@ -93,6 +93,10 @@ class Transforms:
         spec = self._specs.get(gemm)
         return None if spec is None else (spec, self._streams[gemm])
 
+    def stream(self, gemm: str) -> RandomStream:
+        """Stream of the signs of a GEMM with a transform."""
+        return self._streams[gemm]
+
     def at(self, gemm: str, rng_step: RngStep) -> Transform | None:
         """The GEMM's transform, one object for all callers at an RNG step; None if it has none."""
         if gemm not in self._specs:

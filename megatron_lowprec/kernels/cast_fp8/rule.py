@@ -137,6 +137,16 @@ class Fp8Rule:
         """Dtype of the codes."""
         return DTYPES[self.fmt.name]
 
+    @cached_property
+    def _scaled(self) -> tuple[float, float, float]:
+        """SCALED_MAX, FLOOR and FLOOR_SCALE of ``CastConstants``."""
+        scaled_max = self.fmt.max * 2.0**-self.margin
+        floor = torch.tensor(self.amax_floor, dtype=torch.float64)
+        floor32 = floor.float()
+        if floor32 < floor:
+            floor32 = torch.nextafter(floor32, torch.tensor(torch.inf))
+        return scaled_max, float(floor32), float((scaled_max / floor).float()) if self.amax_floor else 1.0
+
     def padded_rows(self, rows: int) -> tuple[int, int]:
         """Rows of rowwise data, and length of columnwise data, of a matrix with ``rows`` rows."""
         unit = _BLOCK if self.granularity in ("1x128", "128x128") else ROW_MULTIPLE
@@ -178,11 +188,7 @@ class Fp8Rule:
         device: torch.device,
     ) -> CastConstants:
         """Constants of the kernel that writes these outputs by this rule on ``device``."""
-        scaled_max = self.fmt.max * 2.0**-self.margin
-        floor = torch.tensor(self.amax_floor, dtype=torch.float64)
-        floor32 = floor.float()
-        if floor32 < floor:
-            floor32 = torch.nextafter(floor32, torch.tensor(torch.inf))
+        scaled_max, floor, floor_scale = self._scaled
         return CastConstants(
             ALONG_ROWS=rows,
             ALONG_COLUMNS=columns,
@@ -193,8 +199,8 @@ class Fp8Rule:
             HEAD=widths[1],
             GRANULARITY=GRANULARITY_NUMBERS[self.granularity],
             CODES=code_constants(self.fmt, device),
-            FLOOR=float(floor32),
-            FLOOR_SCALE=float((scaled_max / floor).float()) if self.amax_floor else 1.0,
+            FLOOR=floor,
+            FLOOR_SCALE=floor_scale,
             SCALED_MAX=scaled_max,
             POWER_OF_TWO=SCALE_RULES[self.scale_rule].power_of_two,
         )

@@ -218,11 +218,19 @@ def _signs_of_groups_kernel(out_ptr, keys_ptr, rng_step_ptr, scale, GROUP: tl.co
     tl.store(out_ptr + row * GROUP + tl.arange(0, GROUP), signs * scale)
 
 
+@lru_cache(maxsize=256)
+def _words_of(keys: tuple[Key, ...]) -> np.ndarray:
+    """int64 [2, keys]: the words of each."""
+    words = np.array(keys, dtype=np.int64).T
+    words.flags.writeable = False
+    return words
+
+
 def scaled_signs_of_groups(keys: Sequence[Key], rng_step: torch.Tensor, group: int) -> torch.Tensor:
     """As the reference."""
     device = rng_step.device
     out = torch.empty((len(keys), group), dtype=torch.float32, device=device)
-    words = torch.tensor(keys, dtype=torch.int32).to(device, non_blocking=True)
+    words = torch.from_numpy(_words_of(tuple(keys)).T.astype(np.int32)).to(device, non_blocking=True)
     launch(_signs_of_groups_kernel, len(keys), (out, words, rng_step, group**-0.5), {"GROUP": group}, num_warps=1)
     return out
 
@@ -311,8 +319,7 @@ def quantize_mx_groups(
         rule, block, columnwise, dtypes, len(sources), converts_fp8(device), whole
     )
     table, tiles, written = _table(matrices, tile_rows, block if block and columnwise else 1)
-    table[4:6] = np.array(keys, dtype=np.int64).T
-    table[6:] = np.array(keys if scale_keys is None else scale_keys, dtype=np.int64).T
+    table[4:6], table[6:] = (_words_of(tuple(each)) for each in (keys, keys if scale_keys is None else scale_keys))
     out = torch.empty((written, N), dtype=dtypes[1], device=device)
     # an empty source has the scale of an amax of 0
     tensor_scale = None if rule.target is None else torch.ones(len(sources), dtype=torch.float32, device=device)

@@ -49,10 +49,13 @@ class GroupedBackend(ABC):
 
     def __init__(self, experts: Sequence[LayerBackends], name: str) -> None:
         self._experts, self.name, self._recipe = experts, name, experts[0].context.recipe
+        self._slots: dict[str, list[tuple[AmaxHistory, int]]] = {}
 
     def _histories(self, tensor: str) -> list[tuple[AmaxHistory, int]]:
         """Each expert's amax history and slot of a tensor with delayed scales."""
-        return [expert.context.layer_amax.histories[tensor] for expert in self._experts]
+        if tensor not in self._slots:
+            self._slots[tensor] = [expert.context.layer_amax.histories[tensor] for expert in self._experts]
+        return self._slots[tensor]
 
     @abstractmethod
     def why_not(self, gemm: str, weight: torch.Tensor) -> str | None:

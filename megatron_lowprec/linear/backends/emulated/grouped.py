@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from megatron_lowprec.quantization.amax_history import cells_of, raise_newest
 from megatron_lowprec.quantization.device_rng_step import device_rng_step
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import mx_rule
-from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.transform import Transform
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
@@ -41,6 +41,7 @@ class GroupedEmulatedGemms(GroupedBackend):
     def __init__(self, experts: Sequence[LayerBackends], name: str) -> None:
         super().__init__(experts, name)
         self._first = self._backend_of(experts[0])
+        self._known_keys: dict[tuple[str, ...], tuple[Key, ...]] = {}
 
     def _backend_of(self, expert: LayerBackends) -> EmulatedGemms:
         return cast(EmulatedGemms, expert.built(self.name))
@@ -167,8 +168,7 @@ class GroupedEmulatedGemms(GroupedBackend):
         if transform is not None:
             group = transform[0].block
             if transform[0].signs == "random":
-                of_experts = [backend.transforms.of(name) for backend in self._backends]
-                keys = [Key.of(found[1].key) for found in of_experts if found is not None]
+                keys = self._keys("signs", name, stream_of=lambda backend: backend.transforms.stream(name))
                 signs = op.scaled_signs_of_groups(keys, on_device, group)
             else:
                 signs = Transform(transform[0]).scaled_signs(device).expand(len(sources), group).contiguous()
@@ -183,14 +183,17 @@ class GroupedEmulatedGemms(GroupedBackend):
             amax = op.amaxes_of_groups(sources, rule, columnwise=columnwise, signs=signs)
             reduce_amax = self._first.reduction(name, tensor)
             amax = amax if reduce_amax is None else reduce_amax(amax)
-        streams = [backend.rounding[name, tensor] for backend in self._backends]
-        of_scales = spec.scale.rounding == "stochastic"
+        scale_keys = None
+        if spec.scale.rounding == "stochastic":
+            scale_keys = self._keys(
+                "scales", name, tensor, stream_of=lambda backend: backend.rounding[name, tensor].of_scales()
+            )
         found: tuple[torch.Tensor, torch.Tensor | None] = op.quantize_mx_groups(
             sources,
             rule,
             columnwise=columnwise,
-            keys=[Key.of(stream.key) for stream in streams],
-            scale_keys=[Key.of(stream.of_scales().key) for stream in streams] if of_scales else None,
+            keys=self._keys("values", name, tensor, stream_of=lambda backend: backend.rounding[name, tensor]),
+            scale_keys=scale_keys,
             signs=signs,
             amax=amax,
             rng_step=on_device,
@@ -198,3 +201,9 @@ class GroupedEmulatedGemms(GroupedBackend):
             **outputs,
         )
         return found
+
+    def _keys(self, *draws: str, stream_of: Callable[[EmulatedGemms], RandomStream]) -> tuple[Key, ...]:
+        """Each expert's key of some draws, found once."""
+        if draws not in self._known_keys:
+            self._known_keys[draws] = tuple(Key.of(stream_of(backend).key) for backend in self._backends)
+        return self._known_keys[draws]

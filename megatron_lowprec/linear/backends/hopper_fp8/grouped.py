@@ -185,7 +185,7 @@ class GroupedHopperFp8Gemms(GroupedBackend):
         return GroupOperands(*(None if data is None else GroupOperand(data, found.scale) for data in directions))
 
     def _spec(self, tensor: str, columnwise: bool = False) -> QuantSpec:
-        spec: QuantSpec = getattr(self._recipe.gemms[SIDES[tensor][columnwise]], tensor)
+        spec: QuantSpec = getattr(getattr(self._recipe, SIDES[tensor][columnwise]), tensor)
         return spec
 
 

@@ -205,7 +205,7 @@ def eager(casts: list[dict[str, Any]]) -> tuple[set[tuple[str, str]], list[list[
     module = load("cast_fp8")
     with (
         patch.object(module, "_cast_kernel", triton.jit(module._cast_kernel.fn)),
-        patch.object(amax, "_vector_amaxes_kernel", triton.jit(amax._vector_amaxes_kernel.fn)),
+        patch.object(amax, "_amax_kernel", triton.jit(amax._amax_kernel.fn)),
         compiling(90, lambda kernel, built: code.add((kernel.__name__, _canonical(built.asm["cubin"])))),
         patch.object(Specialized, "launch", recorded),
     ):

@@ -24,6 +24,8 @@ CASES = {
     "without dropout": ["--hidden-dropout", "0", "--attention-dropout", "0"],
     "several microbatches": ["--recipe", "mxfp8", "--global-batch-size", "32"],
     "llama": LLAMA,
+    "chunks of the loss": [*LLAMA, "--output-layer-chunk-size", "2048"],
+    "chunks of a tied loss": ["--output-layer-chunk-size", "2048"],
     "recomputed": FULL,
     "experts": [*EXPERTS, "--moe-aux-loss-coeff", "0.01"],
 }

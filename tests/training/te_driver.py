@@ -1,7 +1,8 @@
 """The driver, or with "evaluate" in front tools/evaluate.py, with a CPU let through to ``--transformer-impl
 transformer_engine``: for runs with the stand-in of it.
 
-``te_driver.py runs CASES.json`` makes several runs, name -> command line, with their output in NAME.out and NAME.log.
+``te_driver.py runs CASES.json`` makes several runs, [name -> command line, environment of the last], with their output
+in NAME.out and NAME.log, and the error of one that is refused in NAME.error.
 """
 
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pretrain_gpt
 from megatron_lowprec.commands import evaluate
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config import resolve
 from megatron_lowprec.training.distributed import startup
 
@@ -19,11 +21,15 @@ from megatron_lowprec.training.distributed import startup
 def runs(cases: Path) -> None:
     from tests.training.conftest import driving
 
+    lines, of_last = json.loads(cases.read_text())
     with driving(Path.cwd()) as call:
-        for name, arguments in json.loads(cases.read_text()).items():
-            os.environ["TE_STAND_IN_LOG"] = f"{name}.log"
+        for number, (name, arguments) in enumerate(lines.items(), 1):
+            os.environ |= {"TE_STAND_IN_LOG": f"{name}.log"} | (of_last if number == len(lines) else {})
             with Path(f"{name}.out").open("w") as out, redirect_stdout(out):
-                call(arguments)
+                try:
+                    call(arguments)
+                except UserError as error:
+                    Path(f"{name}.error").write_text(str(error))
 
 
 if __name__ == "__main__":

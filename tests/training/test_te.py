@@ -8,11 +8,9 @@ called.
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -22,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.once import once
 from tests.training.checkpoint import foreign
 from tests.training.conftest import driving
 from tests.training.helpers import REPOSITORY, argv, losses, rows
@@ -81,63 +80,35 @@ def must_run(folder: Path, name: str, implementation: str = "transformer_engine"
     return done.stdout
 
 
-def must_run_all(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Runs with the stand-in, one after the other in one process: what each has printed, by name."""
+def run_all(folder: Path, cases: dict[str, dict[str, Any]], **environment_of_last: str) -> None:
+    """Runs with the stand-in, one after the other in one process: what each has printed is in ``NAME.out``.
+
+    The error of one that is refused is in ``NAME.error``.
+    """
     lines = {name: argv(save=name, transformer_impl="transformer_engine", **case) for name, case in cases.items()}
-    (folder / "cases.json").write_text(json.dumps(lines))
+    (folder / "cases.json").write_text(json.dumps([lines, environment_of_last]))
     done = start(folder, "cases", "tests/training/te_driver.py", ["runs", "cases.json"])
     assert done.returncode == 0, done.stderr[-3000:]
-    return {name: (folder / f"{name}.out").read_text() for name in cases}
 
 
-def run_here(folder: Path, name: str, **changes: Any) -> str:
-    """A run with this project's layers in this process: what it has printed."""
-    printed = io.StringIO()
-    with driving(folder) as call, redirect_stdout(printed):
+def run_here(folder: Path, name: str, **changes: Any) -> None:
+    """A run with this project's layers in this process; what it has printed is in ``NAME.out``."""
+    with driving(folder) as call, (folder / f"{name}.out").open("w") as out, redirect_stdout(out):
         call(argv(save=name, transformer_impl="local", **changes))
-    return printed.getvalue()
+
+
+def said(folder: Path, name: str) -> str:
+    return (folder / f"{name}.out").read_text()
 
 
 def calls(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"{name}.log").read_text().splitlines()]
 
 
-def half_of(folder: Path, name: str) -> str:
-    """A folder with the checkpoint that run ``name`` has written at its second iteration."""
-    half = folder / f"half of {name}"
-    shutil.copytree(folder / name / "iter_0000002", half / "iter_0000002")
-    (half / "latest_checkpointed_iteration.txt").write_text("2\n")
-    return str(half)
-
-
 # Three layers, so that one is left where both ends stay in bf16.
 SHAPE: dict[str, Any] = {"num_layers": 3, "train_iters": 4, "save_interval": 2}
-
-
-@pytest.mark.slow
-def test_the_model_is_equal_and_checkpoints_are_interchangeable(tmp_path: Path) -> None:
-    # In fp32, with dropout and two microbatches a step.
-    shapes = {"gpt": SHAPE, "llama": SHAPE | LLAMA}
-    for name, shape in shapes.items():
-        run_here(tmp_path, f"our {name}", **shape)
-    said = must_run_all(
-        tmp_path,
-        {f"their {name}": shape for name, shape in shapes.items()}
-        | {f"our {name} continued": {"load": half_of(tmp_path, f"our {name}")} | s for name, s in shapes.items()},
-    )
-    for name, shape in shapes.items():
-        run_here(tmp_path, f"their {name} continued", load=half_of(tmp_path, f"their {name}"), **shape)
-        ours = losses(tmp_path / f"our {name}")
-        assert losses(tmp_path / f"their {name}") == ours
-        assert len(set(ours)) == 4
-        assert "layers:      transformer_engine 2.20.2; optimizer AdamW of torch" in said[f"their {name}"]
-        assert all(call["fused"] for call in calls(tmp_path, f"their {name}"))
-        assert losses(tmp_path / f"our {name} continued") == ours[2:]
-        assert losses(tmp_path / f"their {name} continued") == ours[2:]
-        words = "layers: transformer_engine, where the checkpoint was written with local"
-        assert words in said[f"our {name} continued"]
-
-
+# In fp32, with dropout and two microbatches a step.
+SHAPES: dict[str, dict[str, Any]] = {"gpt": SHAPE, "llama": SHAPE | LLAMA}
 RECIPES: dict[str, dict[str, Any]] = {
     "fp8_delayed": {
         "recipe": "DelayedScaling",
@@ -150,60 +121,110 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fp8_current_bf16_ends": {"recipe": "Float8CurrentScaling", "fp8_format": "hybrid", "power_of_two": False},
     "fp8_blockwise": {"recipe": "Float8BlockScaling", "fp8_format": "e4m3", "power_of_two": False},
 }
+OF_RECIPES = {"hidden_size": 128, "ffn_hidden_size": 256, "num_layers": 3, "bf16": True, "eval_iters": 1}
+DELAYED: dict[str, Any] = {**SHAPE, "recipe": "fp8_delayed", "lr_decay_iters": 10}
+NEWLY = DELAYED | {"load": "other", "train_iters": 5}
+EXPERTS: dict[str, Any] = {"num_experts": 2, "train_iters": 1}
+SEQUENCE: dict[str, Any] = {"train_iters": 3, "eval_iters": 1, "hidden_dropout": 0, "attention_dropout": 0}
+SEQUENCE |= {"no_save": True, "log_params_norm": True}
 
 
 @pytest.fixture(scope="module")
-def runs_of_recipes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """Folder and output of a run under each recipe."""
-    folder = tmp_path_factory.mktemp("recipes")
-    common = {"hidden_size": 128, "ffn_hidden_size": 256, "num_layers": 3, "bf16": True, "eval_iters": 1}
-    cases = {recipe: common | {"recipe": recipe, "no_save": True} for recipe in RECIPES}
-    # its kind of scales is a variable that TransformerEngine reads when it is imported
-    alone = cases.pop("fp8_blockwise")
-    return folder, must_run_all(folder, cases) | {"fp8_blockwise": must_run(folder, "fp8_blockwise", **alone)}
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all runs on one rank: a process with the stand-in takes seconds to start."""
+
+    def runs(folder: Path) -> None:
+        for name, shape in SHAPES.items():
+            run_here(folder, f"our {name}", **shape)
+        run_here(folder, "our experts", **EXPERTS)
+        of_recipes = {name: OF_RECIPES | {"recipe": name, "no_save": True} for name in RECIPES}
+        # its kind of scales is a variable that TransformerEngine reads when it is imported
+        blockwise = of_recipes.pop("fp8_blockwise")
+        (folder / "fp8_blockwise.out").write_text(must_run(folder, "fp8_blockwise", **blockwise))
+        half = {"ckpt_step": 2}
+        cases = {f"their {name}": shape for name, shape in SHAPES.items()}
+        cases |= {f"our {name} continued": shape | half | {"load": f"our {name}"} for name, shape in SHAPES.items()}
+        cases |= of_recipes | {"whole": DELAYED, "rest": DELAYED | half | {"load": "whole"}}
+        cases |= {"other": DELAYED | half | {"load": "whole", "recipe": "fp8_current"}, "transformer_engine": NEWLY}
+        cases |= {"sequence": SEQUENCE, "their experts": EXPERTS | {"load": "our experts"}, "no blocks": blockwise}
+        run_all(folder, cases, TE_STAND_IN_NO_BLOCKS="1")
+        assert {path.stem for path in folder.glob("*.error")} == {"their experts", "no blocks"}
+        for name, shape in SHAPES.items():
+            run_here(folder, f"their {name} continued", load=f"their {name}", ckpt_step=2, **shape)
+        run_here(folder, "local", **NEWLY)
+
+    return once(tmp_path_factory, "te", runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_model_is_equal_and_checkpoints_are_interchangeable(launch: Path, shape: str) -> None:
+    ours = losses(launch / f"our {shape}")
+    assert losses(launch / f"their {shape}") == ours
+    assert len(set(ours)) == 4
+    assert "layers:      transformer_engine 2.20.2; optimizer AdamW of torch" in said(launch, f"their {shape}")
+    assert all(call["fused"] for call in calls(launch, f"their {shape}"))
+    assert losses(launch / f"our {shape} continued") == ours[2:]
+    assert losses(launch / f"their {shape} continued") == ours[2:]
+    words = "layers: transformer_engine, where the checkpoint was written with local"
+    assert words in said(launch, f"our {shape} continued")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_linear_runs_under_the_recipe_s_counterpart(
-    runs_of_recipes: tuple[Path, dict[str, str]], recipe: str
-) -> None:
-    folder, said = runs_of_recipes
-    assert f"recipe {recipe} by TransformerEngine, native: --fp8-format" in said[recipe]
-    assert "emulated" not in said[recipe]
-    gemms = json.loads((folder / recipe / "run.json").read_text())["gemms"]
+def test_every_linear_runs_under_the_recipe_s_counterpart(launch: Path, recipe: str) -> None:
+    assert f"recipe {recipe} by TransformerEngine, native: --fp8-format" in said(launch, recipe)
+    assert "emulated" not in said(launch, recipe)
+    gemms = json.loads((launch / recipe / "run.json").read_text())["gemms"]
     assert all(how.startswith("native, TransformerEngine: --fp8-format") for how in gemms.values())
-    found = [{k: v for k, v in call.items() if k in RECIPES[recipe]} for call in calls(folder, recipe)]
+    found = [{k: v for k, v in call.items() if k in RECIPES[recipe]} for call in calls(launch, recipe)]
     layer = [RECIPES[recipe]] * 4
     ends: list[dict[str, Any]] = [{}] * 4 if recipe.endswith("ends") else layer
     # Two steps of two microbatches, then one microbatch of validation and test each.
     assert found == [*ends, *layer, *ends] * (len(found) // 12)
-    first = [call["first"] for call in calls(folder, recipe) if call["training"]]
+    first = [call["first"] for call in calls(launch, recipe) if call["training"]]
     assert first == ([True] * 12 + [False] * 12) * 2, "a quantized weight is kept for the microbatches of a step alone"
 
 
 @pytest.mark.slow
-def test_its_amax_histories_are_saved_with_the_recipe_and_begin_anew_without(tmp_path: Path) -> None:
-    common = {**SHAPE, "recipe": "fp8_delayed", "lr_decay_iters": 10}
-    must_run(tmp_path, "whole", **common)
-    half = half_of(tmp_path, "whole")
-    newly = common | {"load": "other", "train_iters": 5}
-    cases = {"rest": common | {"load": half}, "other": common | {"load": half, "recipe": "fp8_current"}}
-    said = must_run_all(tmp_path, cases | {"transformer_engine": newly})
-    said["local"] = run_here(tmp_path, "local", **newly)
-    assert losses(tmp_path / "rest") == losses(tmp_path / "whole")[2:]
-    assert [call["seen"] for call in calls(tmp_path, "rest")] == [
-        call["seen"] for call in calls(tmp_path, "whole") if call["seen"] > 4
+def test_its_amax_histories_are_saved_with_the_recipe_and_begin_anew_without(launch: Path) -> None:
+    assert losses(launch / "rest") == losses(launch / "whole")[2:]
+    assert [call["seen"] for call in calls(launch, "rest")] == [
+        call["seen"] for call in calls(launch, "whole") if call["seen"] > 4
     ]
-    assert "recipe: fp8_current, where the checkpoint was trained with fp8_delayed" in said["other"]
-    assert "its amax histories of TransformerEngine are dropped" in said["other"]
-    assert "filled by" not in said["other"]
-    assert calls(tmp_path, "other")[0]["seen"] == 1
+    other = said(launch, "other")
+    assert "recipe: fp8_current, where the checkpoint was trained with fp8_delayed" in other
+    assert "its amax histories of TransformerEngine are dropped" in other
+    assert "filled by" not in other
+    assert calls(launch, "other")[0]["seen"] == 1
     for implementation in ("transformer_engine", "local"):
-        assert "they begin anew" in said[implementation]
-        assert "histories filled by 3 passes over the next batch" in said[implementation]
+        assert "they begin anew" in said(launch, implementation)
+        assert "histories filled by 3 passes over the next batch" in said(launch, implementation)
     # Two microbatches in each of three passes and in the last step.
-    assert {call["seen"] for call in calls(tmp_path, "transformer_engine")} == set(range(1, 9))
+    assert {call["seen"] for call in calls(launch, "transformer_engine")} == set(range(1, 9))
+
+
+@pytest.mark.slow
+def test_a_sequence_over_two_ranks_trains_the_same(launch: Path, tmp_path: Path) -> None:
+    must_run(tmp_path, "two", processes=2, context_parallel_size=2, **SEQUENCE)
+    for mine, reference in zip(rows(tmp_path / "two"), rows(launch / "sequence"), strict=True):
+        for key in ("lm loss", "lm loss validation", "grad-norm", "params-norm"):
+            if key in reference:
+                assert mine[key] == pytest.approx(reference[key], rel=2e-6), key
+
+
+@pytest.mark.slow
+def test_a_recipe_that_the_machine_does_not_run_is_one_line(launch: Path) -> None:
+    refusal = (launch / "no blocks.error").read_text()
+    assert "blockwise scaling, which it does not run on this machine: FP8 block scaled GEMM" in refusal
+    assert "\n" not in refusal
+
+
+@pytest.mark.slow
+def test_experts_do_not_change_hands(launch: Path) -> None:
+    refusal = (launch / "their experts.error").read_text()
+    assert "was written with --transformer-impl local" in refusal
+    assert "a layer with experts" in refusal
 
 
 @pytest.mark.slow
@@ -231,40 +252,6 @@ def test_no_code_of_an_extra_state_runs(tmp_path: Path) -> None:
         assert "_extra_state asks for posix.mkdir when it is unpickled" in crafted.stderr
         assert as_written.returncode == 0, as_written.stderr[-3000:]
     assert not (tmp_path / foreign.MARKER).exists()
-
-
-@pytest.mark.slow
-def test_a_sequence_over_two_ranks_trains_the_same(tmp_path: Path) -> None:
-    common = {"train_iters": 3, "eval_iters": 1, "hidden_dropout": 0, "attention_dropout": 0, "no_save": True}
-    common |= {"log_params_norm": True}
-    must_run(tmp_path, "one", **common)
-    must_run(tmp_path, "two", processes=2, context_parallel_size=2, **common)
-    for mine, reference in zip(rows(tmp_path / "two"), rows(tmp_path / "one"), strict=True):
-        for key in ("lm loss", "lm loss validation", "grad-norm", "params-norm"):
-            if key in reference:
-                assert mine[key] == pytest.approx(reference[key], rel=2e-6), key
-
-
-@pytest.mark.slow
-def test_a_recipe_that_the_machine_does_not_run_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TE_STAND_IN_NO_BLOCKS", "1")
-    sizes = {"hidden_size": 128, "ffn_hidden_size": 256, "no_save": True}
-    done = run(tmp_path, "out", "transformer_engine", recipe="fp8_blockwise", **sizes)
-    assert done.returncode == 2
-    assert (
-        "TransformerEngine's blockwise scaling, which it does not run on this machine: FP8 block scaled GEMM"
-        in done.stderr
-    )
-
-
-@pytest.mark.slow
-def test_experts_do_not_change_hands(tmp_path: Path) -> None:
-    common = {"num_experts": 2, "train_iters": 1}
-    run_here(tmp_path, "ours", **common)
-    done = run(tmp_path, "theirs", "transformer_engine", load="ours", **common)
-    assert done.returncode == 2
-    assert "was written with --transformer-impl local" in done.stderr
-    assert "a layer with experts" in done.stderr
 
 
 @pytest.mark.slow
@@ -345,7 +332,7 @@ def test_it_resumes_bit_for_bit(tmp_path: Path, recipe: str) -> None:
     common = {**ON_GPU, "recipe": recipe, "train_iters": 4, "save_interval": 2, "no_save": None}
     common |= {"hidden_dropout": 0.1, "deterministic_mode": True, "use_distributed_optimizer": True}
     must_run(tmp_path, "whole", **common)
-    must_run(tmp_path, "rest", load=half_of(tmp_path, "whole"), **common)
+    must_run(tmp_path, "rest", load="whole", ckpt_step=2, **common)
     assert losses(tmp_path / "rest") == losses(tmp_path / "whole")[2:]
 
 
@@ -371,8 +358,8 @@ def test_checkpoints_are_interchangeable_on_a_gpu(tmp_path: Path, distributed: b
     common |= {"use_distributed_optimizer": distributed}
     for name, implementation in (("ours", "local"), ("theirs", "transformer_engine")):
         must_run(tmp_path, name, implementation, **common)
-    must_run(tmp_path, "ours continued", load=half_of(tmp_path, "ours"), **common)
-    must_run(tmp_path, "theirs continued", "local", load=half_of(tmp_path, "theirs"), **common)
+    must_run(tmp_path, "ours continued", load="ours", ckpt_step=2, **common)
+    must_run(tmp_path, "theirs continued", "local", load="theirs", ckpt_step=2, **common)
     for name in ("ours", "theirs"):
         found = lm_losses(tmp_path / f"{name} continued")
         assert found == pytest.approx(lm_losses(tmp_path / name)[2:], rel=1e-2)

@@ -57,6 +57,13 @@ def torchrun(
 
 def fork_ranks(processes: int, command: Sequence[str], cwd: Path = ROOT) -> str:
     """As ``torchrun``, on CPUs; returns what the ranks print, and fails if one of them does."""
+    codes, printed = forked(processes, command, cwd)
+    assert codes == [0] * processes, printed[-6000:]
+    return printed
+
+
+def forked(processes: int, command: Sequence[str], cwd: Path = ROOT) -> tuple[list[int | None], str]:
+    """The ranks' exit codes and what they print; if one fails, the others are ended."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # torchrun sets these, and has the store in its own process as well
     shared = {
@@ -76,8 +83,7 @@ def fork_ranks(processes: int, command: Sequence[str], cwd: Path = ROOT) -> str:
             ranks[-1].start()
         _join(ranks)
         printed = output.read()
-    assert [rank.exitcode for rank in ranks] == [0] * processes, printed[-6000:]
-    return printed
+    return [rank.exitcode for rank in ranks], printed
 
 
 def _join(ranks: Sequence[ForkServerProcess]) -> None:

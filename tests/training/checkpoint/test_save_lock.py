@@ -23,9 +23,9 @@ from megatron_lowprec.training.checkpoint import storage
 from megatron_lowprec.training.checkpoint.save_lock import FILE, SaveLock
 from megatron_lowprec.training.distributed import process_lock
 from tests.environment import python_path
-from tests.launch import fork_ranks
+from tests.launch import forked
 from tests.training.conftest import Drive
-from tests.training.helpers import REPOSITORY, argv, losses, torchrun
+from tests.training.helpers import argv, losses
 
 
 @pytest.fixture(autouse=True)
@@ -51,17 +51,9 @@ def of_another_host(folder: Path, seconds: float, job: str | None = None, **more
     os.utime(folder / FILE, (moment, moment))
 
 
-def start(folder: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
-    """The driver in a process of its own."""
-    return subprocess.run(
-        [sys.executable, str(REPOSITORY / "pretrain_gpt.py"), *argv(**changes)],
-        cwd=folder,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **python_path()},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def start(folder: Path, processes: int = 1, **changes: Any) -> tuple[list[int | None], str]:
+    """Exit codes and output of the driver in processes of its own."""
+    return forked(processes, ["pretrain_gpt.py", *argv(**changes)], folder)
 
 
 def test_a_second_start_leaves_the_first_alone(drive: Drive, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -71,16 +63,16 @@ def test_a_second_start_leaves_the_first_alone(drive: Drive, monkeypatch: pytest
         if not seen:
             # What a save of this run is writing to.
             seen.append(storage.stage("out", 7))
-            second = start(tmp_path, save="out", save_interval=1)
-            assert second.returncode == 2
-            (line,) = [line for line in second.stderr.splitlines() if "error:" in line]
+            codes, printed = start(tmp_path, save="out", save_interval=1)
+            assert codes == [2]
+            (line,) = [line for line in printed.splitlines() if "error:" in line]
             holder = f"process {os.getpid()} on {socket.gethostname()}"
             assert line == (
                 f"pretrain_gpt.py: error: --save out is held by {holder}: wait for its end, or name another --save"
             )
             assert seen[0].exists()
             for others in ({"save": "other"}, {"save": "out", "no_save": True, "tensorboard_dir": "there/tb"}):
-                assert start(tmp_path, **others).returncode == 0
+                assert start(tmp_path, **others)[0] == [0]
             assert seen[0].exists()
         return step(*arguments)
 
@@ -93,16 +85,16 @@ def test_a_second_start_leaves_the_first_alone(drive: Drive, monkeypatch: pytest
 @pytest.mark.slow
 def test_all_ranks_are_refused_in_one_line(held: Path, tmp_path: Path) -> None:
     (held / "requeue").write_text("SIGTERM at iteration 2\n")
-    done = torchrun(2, argv(save="out"), tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count(f"--save out is held by process {os.getpid()} on ") == 1
+    codes, printed = start(tmp_path, processes=2, save="out")
+    assert 0 not in codes
+    assert printed.count(f"--save out is held by process {os.getpid()} on ") == 1
     assert (held / "requeue").exists(), "it is the holder's"
 
 
 @pytest.mark.slow
 def test_ranks_share_the_lock_of_the_first(tmp_path: Path) -> None:
     for iterations in (1, 2):
-        fork_ranks(2, ["pretrain_gpt.py", *argv(save="out", train_iters=iterations)], tmp_path)
+        assert start(tmp_path, processes=2, save="out", train_iters=iterations)[0] == [0, 0]
 
 
 def test_a_run_that_fails_or_is_interrupted_gives_the_lock_back(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:

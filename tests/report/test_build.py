@@ -60,6 +60,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.usefixtures("rendered")
 def test_a_sweep_becomes_a_page_that_needs_nothing_else(
     sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,6 +270,7 @@ def test_options_of_models_are_named_once(tmp_path: Path, capsys: pytest.Capture
     assert said.count("num_layers") == 1
 
 
+@pytest.mark.usefixtures("rendered")
 def test_groups_are_kept_apart_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = write_sweep(tmp_path / "a", {"bf16": 3.7, "mxfp4": 3.8}, seeds=2)
     b = write_run(tmp_path / "b", "mxfp4", options={"train_iters": 800})
@@ -302,6 +304,7 @@ def test_recipes_that_share_no_seed_with_the_reference_have_no_gap(
 
 
 @pytest.mark.parametrize("how", [{"nan_from": 200}, {"ends_at": 100}])
+@pytest.mark.usefixtures("rendered")
 def test_a_report_without_a_finished_run_is_one_all_the_same(
     tmp_path: Path, how: dict[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -311,6 +314,7 @@ def test_a_report_without_a_finished_run_is_one_all_the_same(
     Page((tmp_path / "out/report.html").read_text(encoding="utf-8"))
 
 
+@pytest.mark.usefixtures("rendered")
 def test_names_of_runs_are_escaped_in_the_page(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 3.7}, seeds=2)
     add_cells(sweep, "<b>&", [cell("<i>", 3, id='<script>"', run="bf16-s1/../missing")])

@@ -146,6 +146,7 @@ def test_the_terminal_has_a_line_a_recipe(tmp_path: Path, capsys: pytest.Capture
     assert said[6] == ""  # bf16 has no line
 
 
+@pytest.mark.usefixtures("rendered")
 def test_the_page_has_the_table_and_the_figure(tmp_path: Path) -> None:
     folders = [str(folder) for folder in observed(tmp_path)]
     assert report.main([*folders, "--out", str(tmp_path / "out")]) == 0

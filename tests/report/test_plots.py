@@ -29,6 +29,7 @@ def test_a_repeated_seed_is_drawn_as_the_mean(tmp_path: Path, monkeypatch: pytes
     assert ends == pytest.approx([bf16, 3.9, 3.9 - bf16])
 
 
+@pytest.mark.usefixtures("rendered")
 def test_labels_are_drawn_as_they_are(tmp_path: Path) -> None:
     """Dollar signs are no mathematics, and a folder's name need not be UTF-8."""
     runs = [

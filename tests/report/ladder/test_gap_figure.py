@@ -187,6 +187,7 @@ def test_one_large_gap_does_not_squeeze_the_others(gap: float, scale: str) -> No
     assert (places[2] - places[1]) / (places[3] - places[0]) > 0.05
 
 
+@pytest.mark.usefixtures("rendered")
 def test_both_themes_are_drawn(tmp_path: Path) -> None:
     lines, _ = lines_of(groups_of(sweep(tmp_path / "sweep", 0.05), sweep(tmp_path / "more", 0.05, train_iters=800)))
     found = styles(["bf16", "mxfp4_rht"], "bf16")

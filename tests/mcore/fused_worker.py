@@ -1,6 +1,6 @@
-"""A GPT through the fused kernels and without them: two tensor-parallel processes under Triton's interpreter, or a GPU.
+"""A GPT through the fused kernels and without them, under Triton's interpreter or on a GPU.
 
-``test_fused_model.py`` starts it, by torchrun.
+``test_fused_model.py`` starts it, by torchrun; ``gather_worker.py`` runs the checks of two tensor-parallel processes.
 """
 
 from __future__ import annotations
@@ -612,6 +612,10 @@ CHECKS |= {
         norm_marks_its_parameters,
     )
 }
+
+
+PARALLEL = {name: check for name, check in CHECKS.items() if name.endswith(("-sp", "-tp"))}
+"""Of sequence and tensor parallel models. The others do the same on each rank."""
 
 
 def main(checks: dict[str, Callable[[], None]]) -> None:

@@ -1,7 +1,7 @@
 """A GPT whose ranks gather FP8 codes, and one whose ranks gather bf16: two processes with sequence parallelism.
 
-``test_fp8_gather.py`` starts it, by torchrun. On a CPU the GEMMs are emulated, or native under Triton's interpreter. On
-GPUs they are native, over NCCL.
+``test_fp8_gather.py`` starts it, by torchrun, also for the parallel checks of ``fused_worker.py``. On a CPU the GEMMs
+are emulated, or native under Triton's interpreter. On GPUs they are native, over NCCL.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tests.mcore.fused_worker import (
     BATCH,
     DEVICE,
     HIDDEN,
+    PARALLEL,
     RECOMPUTED,
     RECOMPUTED_MLP,
     SEQUENCE,
@@ -285,4 +286,4 @@ CHECKS["refusals"] = refusals
 
 
 if __name__ == "__main__":
-    main(CHECKS)
+    main(CHECKS | PARALLEL)

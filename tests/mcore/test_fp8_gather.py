@@ -1,4 +1,4 @@
-"""--fp8-sequence-parallel-gather on two processes: one launch of ``gather_worker.py``, which runs all of its checks."""
+"""--fp8-sequence-parallel-gather, and fused kernels, on two processes: one launch of ``gather_worker.py`` runs all."""
 
 from pathlib import Path
 
@@ -18,6 +18,8 @@ WEEKLY = {
     "powers-of-two",
     "float32",
     "anomaly-detection",
+    "fusions-llama-tp",
+    "dropout-gpt-sp",
 }
 
 
@@ -30,7 +32,7 @@ def run(out: Path, names: list[str], **environment: str) -> None:
 
 @pytest.mark.slow
 def test_emulated_and_interpreted(weekly: bool, tmp_path: Path) -> None:
-    names = checks_of(gather_worker.CHECKS, WEEKLY, weekly)
+    names = checks_of(gather_worker.CHECKS | gather_worker.PARALLEL, WEEKLY, weekly)
     run(tmp_path / "results.json", names, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
 
 

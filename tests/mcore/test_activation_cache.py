@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,18 +15,13 @@ import torch.nn.functional as F
 from megatron_lowprec import QuantSpec, UserError, get_recipe, quantize
 from megatron_lowprec.recipe.activation_spec import ActivationSpec
 from megatron_lowprec.recipe.recipe import Recipe
-from tests.mcore.one_process import one_process
 from tests.mcore.test_grouped_mlp import FFN, HIDDEN, TOKENS, bound, experts_of, two_steps
 from tests.mcore.test_spec import config_of
 
+pytestmark = pytest.mark.usefixtures("world")
+
 SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True}
 SCALES: dict[str, Any] = {"granularity": "1x128", "scale_format": "e8m0", "scale_rule": "round_up"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _world() -> Iterator[None]:
-    with one_process():
-        yield
 
 
 def caching(name: str = "bf16", **formats: Any) -> Recipe:

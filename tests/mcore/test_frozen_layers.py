@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,18 +11,12 @@ from torch import nn
 
 from megatron_lowprec import convert, get_recipe
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from tests.mcore.one_process import one_process
-from tests.mcore.recomputation import bounded_recomputation
 from tests.mcore.test_grouped_mlp import bound, experts_of, pass_through
 from tests.mcore.test_layer_spec import LAYERS, RECOMPUTE, Loop, tracked
 
+pytestmark = pytest.mark.usefixtures("world", "bounded")
+
 LINEARS = 4  # of a transformer layer
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _world() -> Iterator[None]:
-    with one_process(), bounded_recomputation():
-        yield
 
 
 @pytest.fixture

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from megatron_lowprec import UserError, get_recipe
-from tests.mcore.one_process import one_process
 from tests.mcore.test_layer_spec import LAYERS, MICROBATCHES, RECIPES, SEED, Loop, gpt, tracked
 from tests.training.rerun_recorder import RerunRecorder, rerun_under_spec
 
+pytestmark = pytest.mark.usefixtures("world")
+
 GRAPHS: dict[str, Any] = {"cuda_graph_impl": "local"}
 STEPS = 3  # the second captures, the third only replays
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _world() -> Iterator[None]:
-    with one_process():
-        yield
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,18 +10,13 @@ import torch
 from megatron_lowprec import get_recipe
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.registry import recipes
-from tests.mcore.one_process import one_process
 from tests.mcore.test_spec import config_of
 from tests.weekly import each_kind
 
+pytestmark = pytest.mark.usefixtures("world")
+
 HIDDEN, FFN = 128, 128
 TOKENS = (5, 0, 131, 32)  # none, less than a block, whole blocks, and no multiple
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _world() -> Iterator[None]:
-    with one_process():
-        yield
 
 
 def experts_of(grouped: bool, **options: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,16 +15,11 @@ from megatron_lowprec.recipe.coverage import with_current_scales
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, HistorySpec
-from tests.mcore.one_process import one_process
 from tests.mcore.test_rng_step import build
 
+pytestmark = pytest.mark.usefixtures("world")
+
 FIELDS = [f"{gemm}.{operand}.history_update" for gemm, operands in GEMM_OPERANDS.items() for operand in operands]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _world() -> Iterator[None]:
-    with one_process():
-        yield
 
 
 def moving(update: str) -> Recipe:
@@ -73,25 +67,26 @@ def test_an_entry_a_microbatch_moves_the_scale_within_the_step() -> None:
     assert all(after[operand] >= amax for operand, amax in within.items())
 
 
-def test_a_skipped_step_leaves_no_trace_of_its_last_microbatch() -> None:
+def after_inf_in_the_first_microbatch() -> Any:
+    """The runtime of a layer, in a step."""
     from megatron_lowprec.mcore.runtime import bind_recipe
 
     block, _ = build()
     runtime = bind_recipe([block], moving("microbatch"), num_layers=4, seed=1, accumulate_wgrad=False)
     runtime.begin_step(0)
     block(hidden_states=torch.full((32, 2, 64), torch.inf), attention_mask=None)
+    return runtime
+
+
+def test_a_skipped_step_leaves_no_trace_of_its_last_microbatch() -> None:
+    runtime = after_inf_in_the_first_microbatch()
     runtime.end_step(updated=False)
     assert all(float(history.newest.sum()) == 0.0 for history in runtime._histories.values())
 
 
 def test_an_inf_of_an_earlier_microbatch_enters_no_window() -> None:
     """It would pin the scale for the whole window, although the loop skips the step."""
-    from megatron_lowprec.mcore.runtime import bind_recipe
-
-    block, _ = build()
-    runtime = bind_recipe([block], moving("microbatch"), num_layers=4, seed=1, accumulate_wgrad=False)
-    runtime.begin_step(0)
-    block(hidden_states=torch.full((32, 2, 64), torch.inf), attention_mask=None)
+    runtime = after_inf_in_the_first_microbatch()
     runtime.begin_microbatch(1)
     assert all(history.window.isfinite().all() for history in runtime._histories.values())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -18,8 +17,8 @@ import torch
 
 from megatron_lowprec import UserError, get_recipe, load_recipe, specs
 from megatron_lowprec.recipe.recipe import Phase
-from tests.mcore.one_process import one_process
-from tests.mcore.recomputation import bounded_recomputation
+
+pytestmark = pytest.mark.usefixtures("world", "bounded")
 
 LAYERS, VOCABULARY, SEQUENCE = 2, 128, 32
 STEPS, MICROBATCHES = 3, 2
@@ -27,12 +26,6 @@ STEPS, MICROBATCHES = 3, 2
 RECIPES = ("mxfp8", "fp8_delayed", "mxfp4_rht_sr")
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SEED = 7
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _world() -> Iterator[None]:
-    with one_process(), bounded_recomputation():
-        yield
 
 
 def config_of(**options: Any) -> Any:

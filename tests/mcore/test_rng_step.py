@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_lowprec import get_recipe
 from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep
-from tests.mcore.one_process import one_process
-from tests.mcore.recomputation import bounded_recomputation
 from tests.weekly import also_weekly
+
+pytestmark = pytest.mark.usefixtures("world", "bounded")
 
 SEQUENCE, BATCH, HIDDEN, LAYERS = 32, 2, 64, 4
 STEP = 3
@@ -31,12 +31,6 @@ RECOMPUTATIONS: dict[str, dict[str, Any]] = {
 }
 EACH_TIME = ("full, uniform", "full, block", "mlp and core attention")
 recomputations = pytest.mark.parametrize("how", also_weekly(RECOMPUTATIONS, EACH_TIME))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _world() -> Iterator[None]:
-    with one_process(), bounded_recomputation():
-        yield
 
 
 def build(recipe: str = "mxfp4_rht_sr", **options: Any) -> tuple[Any, Any]:

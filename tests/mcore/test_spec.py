@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -11,7 +10,8 @@ import pytest
 import torch
 
 from megatron_lowprec import UserError, get_recipe
-from tests.mcore.one_process import one_process
+
+pytestmark = pytest.mark.usefixtures("world")
 
 SEQUENCE, BATCH, HIDDEN, LAYERS = 8, 2, 64, 4
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 128, "add_bias_linear": False}
@@ -30,12 +30,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "experts in every second layer": {"moe_layer_freq": 2, **EXPERTS},
     "experts by a list": {"moe_layer_freq": [0, 1, 1, 0], "qk_layernorm": True, **EXPERTS},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _world() -> Iterator[None]:
-    with one_process():
-        yield
 
 
 def config_of(**options: Any) -> Any:

@@ -272,27 +272,33 @@ def task(fake: Fake, path: str, number: int, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-def test_a_task_runs_its_job(
-    fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("behaviors", "number", "expected", "words", "requeues"),
+    [
+        ({}, 1, 0, f"{MXFP4}: done", []),
+        ({"bf16": "fail"}, 0, 1, "something is wrong", []),
+        ({"mxfp4": "requeue"}, 1, 0, "interrupted (SIGUSR1 at iteration 2): back into the queue", ["requeue 70_1"]),
+    ],
+    ids=["done", "failed", "requeue file"],
+)
+def test_a_task_runs_its_job_and_ends_as_it_does(
+    fake: Fake,
+    write_sweep: WriteSweep,
+    programs: Path,
+    capsys: pytest.CaptureFixture[str],
+    behaviors: dict[str, str],
+    number: int,
+    expected: int,
+    words: str,
+    requeues: list[str],
 ) -> None:
-    started = task(fake, write_sweep(), 1, capsys)
-    code, printed = started.ended()
-    assert code == 0, printed
-    assert f"{MXFP4}: done" in printed
-    assert (len(fake.calls(MXFP4)), fake.calls(BF16)) == (1, [])
-    assert calls(programs, "scontrol") == []
-
-
-@pytest.mark.slow
-def test_a_failed_job_is_a_failed_task(
-    fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake.behave(bf16="fail")
-    started = task(fake, write_sweep(), 0, capsys)
-    code, printed = started.ended()
-    assert code == 1, printed
-    assert "something is wrong" in printed
-    assert calls(programs, "scontrol") == []
+    """A job that asks to be requeued is, whatever its exit code."""
+    fake.behave(**behaviors)
+    code, printed = task(fake, write_sweep(), number, capsys).ended()
+    assert code == expected, printed
+    assert words in printed
+    assert (len(fake.calls(BF16)), len(fake.calls(MXFP4))) == ((0, 1) if number else (1, 0))
+    assert calls(programs, "scontrol") == requeues
 
 
 @pytest.mark.slow
@@ -318,18 +324,6 @@ def test_an_interrupted_task_saves_requeues_itself_and_goes_on(
     assert fake.record(BF16)["state"] == "done"
     assert fake.calls(BF16)[1]["begun"] == 3
     assert calls(programs, "scontrol") == ["requeue 70_0"], "and not once more"
-
-
-@pytest.mark.slow
-def test_a_requeue_file_requeues_the_job_for_any_exit_code(
-    fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake.behave(mxfp4="requeue")
-    started = task(fake, write_sweep(), 1, capsys)
-    code, printed = started.ended()
-    assert code == 0, printed
-    assert "interrupted (SIGUSR1 at iteration 2): back into the queue" in printed
-    assert calls(programs, "scontrol") == ["requeue 70_1"]
 
 
 @pytest.mark.slow

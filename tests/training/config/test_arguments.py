@@ -17,6 +17,15 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
+def assert_refused(arguments: list[str], words: list[str]) -> None:
+    """In one line with all of the words."""
+    with pytest.raises(UserError) as error:
+        parse(arguments)
+    message = str(error.value)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == []
+
+
 def test_command_line_wins_over_yaml_wins_over_defaults(tmp_path: Path) -> None:
     file = write(tmp_path, "num-layers: 3\nhidden_size: 96\nlr: 3.0e-4\nbf16: true\n")
     config, given, _ = parse(["--config", file, "--hidden-size", "64"])
@@ -88,11 +97,7 @@ def test_a_rival_on_the_command_line_replaces_the_file_s(tmp_path: Path, warmup:
     ],
 )
 def test_yaml_errors_are_one_line_that_names_the_fix(tmp_path: Path, text: str, words: list[str]) -> None:
-    with pytest.raises(UserError) as error:
-        parse(["--config", write(tmp_path, text)])
-    message = str(error.value)
-    assert "\n" not in message
-    assert [word for word in words if word not in message] == []
+    assert_refused(["--config", write(tmp_path, text)], words)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +122,7 @@ def test_yaml_errors_are_one_line_that_names_the_fix(tmp_path: Path, text: str, 
     ],
 )
 def test_flag_errors_are_one_line_that_names_the_fix(arguments: str, words: list[str]) -> None:
-    with pytest.raises(UserError) as error:
-        parse(arguments.split())
-    message = str(error.value)
-    assert "\n" not in message
-    assert [word for word in words if word not in message] == []
+    assert_refused(arguments.split(), words)
 
 
 def test_megatron_s_bf16_layers_become_the_recipe_s() -> None:

@@ -56,46 +56,42 @@ def at(layer: int, name: str, step: int, microbatch: int) -> Callable[[Any, Any]
     return lambda place, rng_step: (place.layer, place.name) == (layer, name) and tuple(rng_step) == (step, microbatch)
 
 
-def test_the_factor_of_gradients_follows_steps_that_update_alone(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoiling(monkeypatch, "fprop", at(2, "mlp.linear_fc1", step=1, microbatch=1))
-    iterate, factors = loop._train_iteration, list[float]()
+def around_iterations(monkeypatch: pytest.MonkeyPatch, read: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
+    """What ``read(trainer)`` gives before and after each iteration of runs to come."""
+    iterate, found = loop._train_iteration, list[tuple[Any, Any]]()
 
     def recorded(run: Any, *rest: Any) -> Any:
-        factor = run.trainer.gradient_factor
-        factors.append(float(factor.mu))
+        before = read(run.trainer)
         row = iterate(run, *rest)
-        factors.append(float(factor.mu))
+        found.append((before, read(run.trainer)))
         return row
 
     monkeypatch.setattr(loop, "_train_iteration", recorded)
-    changes = {
-        "recipe": "fp8_lm",
-        "recipe_override": "gradients.mu=automatic",
-        "train_iters": 3,
-        "calibrate_amax": True,
-    }
-    drive(argv(**COMMON | changes))
-    (first, after), (second, skipped), (third, last) = zip(factors[::2], factors[1::2], strict=True)
+    return found
+
+
+def test_the_factor_of_gradients_follows_steps_that_update_alone(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoiling(monkeypatch, "fprop", at(2, "mlp.linear_fc1", step=1, microbatch=1))
+    factors = around_iterations(monkeypatch, lambda trainer: float(trainer.gradient_factor.mu))
+    changes = {"recipe": "fp8_lm", "recipe_override": "gradients.mu=automatic"}
+    drive(argv(**COMMON | changes | {"train_iters": 3, "calibrate_amax": True}))
+    (first, after), (second, skipped), (third, last) = factors
     assert first == 1.0  # passes that fill histories are no steps
     assert first < after == second == skipped == third < last  # nor is one that looks for a bad number
 
 
 def test_balancing_biases_follow_steps_that_update_alone(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     spoiling(monkeypatch, "fprop", at(2, "self_attention.linear_proj", step=1, microbatch=1))
-    iterate, biases = loop._train_iteration, list[list[float]]()
 
-    def recorded(run: Any, *rest: Any) -> Any:
-        (router,) = [m for m in run.trainer.chunks[0].modules() if getattr(m, "expert_bias", None) is not None]
-        biases.append(router.expert_bias.tolist())
-        row = iterate(run, *rest)
-        biases.append(router.expert_bias.tolist())
-        return row
+    def bias(trainer: Any) -> list[float]:
+        (router,) = [m for m in trainer.chunks[0].modules() if getattr(m, "expert_bias", None) is not None]
+        return router.expert_bias.tolist()
 
-    monkeypatch.setattr(loop, "_train_iteration", recorded)
+    biases = around_iterations(monkeypatch, bias)
     experts = {"num_experts": 4, "moe_layer_freq": "[0,0,1]", "moe_router_score_function": "sigmoid"}
     biased = {"moe_router_enable_expert_bias": True, "train_iters": 3, "calibrate_amax": True}
     drive(argv(**COMMON | {"recipe": "fp8_delayed"} | experts | biased))
-    (first, after), (second, skipped), (third, last) = zip(biases[::2], biases[1::2], strict=True)
+    (first, after), (second, skipped), (third, last) = biases
     assert first == [0.0] * 4  # passes that fill histories are no steps
     assert first != after == second == skipped == third != last  # nor is one that looks for a bad number
 

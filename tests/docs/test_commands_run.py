@@ -16,6 +16,7 @@ from megatron_lowprec import UserError, recipes
 from megatron_lowprec.training import run as driver
 from megatron_lowprec.training.distributed.startup import Ranks
 from tests.docs.markdown import ELLIPSES, ERROR, PAGES, ROOT, Command, commands, refusals
+from tests.launch import fork_ranks
 from tests.waiting import PATIENCE
 
 _PRINT_AND_STOP = {"--list-recipes", "--explain-recipe", "--memory-plan"}
@@ -54,25 +55,27 @@ def test_printing_commands_are_found() -> None:
     assert {next(iter(set(command.words) & _PRINT_AND_STOP)) for command in PRINTING} == _PRINT_AND_STOP
 
 
-def processed(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A command that some page has, in an empty folder, as its reader starts it."""
+def known(command: str) -> list[str]:
+    """Words of a command behind ``python``."""
     words = shlex.split(command)
-    known = {command.words for page in PAGES for command in commands(page)}
-    assert tuple(words) in known, "no page has this command: take it out here, or put it back there"
-    return subprocess.run(
-        [sys.executable, str(ROOT / words[1]), *words[2:]],
-        cwd=folder,
+    on_pages = {command.words for page in PAGES for command in commands(page)}
+    assert tuple(words) in on_pages, "no page has this command: take it out here, or put it back there"
+    return words[1:]
+
+
+@pytest.mark.slow
+def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    """In an empty folder, as its reader starts it."""
+    script, *words = known("python pretrain_gpt.py --recipe mxfp4_sr_rht")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *words],
+        cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
         check=False,
     )
-
-
-@pytest.mark.slow
-def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    done = processed("python pretrain_gpt.py --recipe mxfp4_sr_rht", tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(ERROR)
@@ -106,14 +109,13 @@ def test_command_is_refused_before_the_run_starts(
 
 @pytest.mark.slow
 def test_two_iterations_under_a_changed_recipe(tmp_path: Path) -> None:
-    done = processed(
+    words = known(
         "python pretrain_gpt.py --config configs/models/gpt_tiny.yaml --mock-data --no-save --train-iters 2 "
         "--eval-iters 0 --recipe mxfp8 --recipe-override dgrad.grad_output.format=e5m2 "
-        "--recipe-override keep_bf16.last_layers=1",
-        tmp_path,
+        "--recipe-override keep_bf16.last_layers=1"
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    printed = fork_ranks(1, words, tmp_path)
     (metrics,) = tmp_path.glob("runs/gpt_tiny-mxfp8+*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [row["iteration"] for row in rows if "lm loss" in row] == [1, 2]
-    assert "kept in the compute dtype by the recipe on this stage: layers.2." in done.stdout
+    assert "kept in the compute dtype by the recipe on this stage: layers.2." in printed

@@ -2,11 +2,8 @@
 
 import copy
 import io
-import os
 import pickle
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from megatron_lowprec import convert
 from megatron_lowprec.linear.convert import plain_state_dict
 from megatron_lowprec.linear.lowprec_linear import end_step
-from tests.environment import ROOT, python_path
+from tests.launch import fork_ranks
 from tests.linear.conversions import forms, gradients
 from tests.linear.tiny_models import TinyModel, build, tokens_of, train
-from tests.waiting import PATIENCE
 
 
 def test_each_layer_has_its_own_draws() -> None:
@@ -107,15 +103,13 @@ def test_state_dicts_go_both_ways(name: str, block: type[nn.Module]) -> None:
 def test_histories_advance_in_the_process_that_loads_a_model(tmp_path: Path) -> None:
     file = tmp_path / "model.pkl"
     file.write_bytes(pickle.dumps(convert(build(), "fp8_delayed")))
-    code = (
+    (tmp_path / "load.py").write_text(
         "import pickle, sys; from tests.linear.tiny_models import train; "
         "model = pickle.load(open(sys.argv[1], 'rb')); train(model, 2); "
-        "print(min(float(state[0]) for name, state in model.state_dict().items() if '.amax.' in name))"
+        "print('least amax', min(float(state[0]) for name, state in model.state_dict().items() if '.amax.' in name))"
     )
-    command, environment = [sys.executable, "-c", code, str(file)], {**os.environ, **python_path()}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) > 0
+    printed = fork_ranks(1, [str(tmp_path / "load.py"), str(file)])
+    assert float(printed.rpartition("least amax")[2]) > 0
 
 
 def saved_and_loaded(model: nn.Module) -> nn.Module:

@@ -10,17 +10,10 @@ import torch
 from megatron_lowprec import QuantSpec, RandomStream, quantize
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.recipe.quant_spec import ScaleSpec, TensorScaleSpec
+from tests.linear.test_fp4_family import EDEN, NVFP4
 from tests.quantization.test_statistics import rms, z_scores
 
-NVFP4 = QuantSpec("e2m1", "1x16", "e4m3", "product", tensor_scale=TensorScaleSpec(2688.0))
 STREAM = RandomStream((1, 2))
-OVERRIDE = 6 / (17 / 16 * 0.93)
-EDEN = QuantSpec(
-    "e2m1",
-    scale=ScaleSpec("1x16", "e4m3", "divided", "stochastic", block_target=OVERRIDE, zero_code="one"),
-    tensor_scale=TensorScaleSpec(255.99 * OVERRIDE),
-    correction="eden",
-)
 
 
 def drawn(spec: QuantSpec, **scale: Any) -> QuantSpec:

@@ -22,9 +22,9 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 DRAWS = 131_072
 
 
-def z_scores(samples: torch.Tensor, truth: torch.Tensor, spread: torch.Tensor | None = None) -> torch.Tensor:
+def z_scores(samples: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     """(mean over the first dimension - truth) in standard errors; entries that no draw moves are left out."""
-    spread = samples.std(dim=0) if spread is None else spread
+    spread = samples.std(dim=0)
     moved = spread > 0
     return ((samples.mean(dim=0) - truth) / (spread / math.sqrt(samples.shape[0])))[moved]
 

@@ -31,6 +31,15 @@ TINY: dict[str, Any] = {
     "vocab-size": 255,
     "distributed-timeout-minutes": 60,
 }
+LLAMA: dict[str, Any] = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "group_query_attention": True,
+    "num_query_groups": 1,
+    "untie_embeddings_and_output_weights": True,
+    "disable_bias_linear": True,
+}
 
 
 def argv(**changes: Any) -> list[str]:

@@ -47,9 +47,7 @@ def test_two_runs_give_the_same_bits(drive: Drive, recipe: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "shape", [{}, {"num_experts": 4, "swiglu": True, "disable_bias_linear": True}], ids=["gpt", "moe"]
-)
+@pytest.mark.parametrize("shape", [{}, MOE], ids=["gpt", "moe"])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_mxfp4_rht_sr"])
 def test_two_runs_on_a_gpu_give_the_same_bits(drive: Drive, recipe: str, shape: dict[str, Any]) -> None:
     # Large enough for sums whose order could vary.

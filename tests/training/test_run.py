@@ -20,18 +20,8 @@ from megatron_lowprec.recipe.registry import get_recipe, recipes
 from megatron_lowprec.training import loop
 from tests.training.checkpoint.foreign import change
 from tests.training.conftest import Drive, driving
-from tests.training.helpers import argv, losses, rows
+from tests.training.helpers import LLAMA, argv, losses, rows
 from tests.weekly import also_weekly
-
-LLAMA: dict[str, Any] = {
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "group_query_attention": True,
-    "num_query_groups": 1,
-    "untie_embeddings_and_output_weights": True,
-    "disable_bias_linear": True,
-}
 
 
 def test_a_run_learns_logs_evaluates_and_saves(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,18 +23,8 @@ import torch
 from tests.once import once
 from tests.training.checkpoint import foreign
 from tests.training.conftest import driving
-from tests.training.helpers import REPOSITORY, argv, losses, rows
+from tests.training.helpers import LLAMA, REPOSITORY, argv, losses, rows
 from tests.waiting import PATIENCE
-
-LLAMA: dict[str, Any] = {
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "group_query_attention": True,
-    "num_query_groups": 1,
-    "untie_embeddings_and_output_weights": True,
-    "disable_bias_linear": True,
-}
 
 
 def run(

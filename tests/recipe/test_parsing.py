@@ -21,6 +21,7 @@ from megatron_lowprec.recipe.parsing import (
 )
 from megatron_lowprec.recipe.quant_spec import ScaleSpec, TensorScaleSpec
 from megatron_lowprec.shipped import SHIPPED
+from tests.refusal import refused
 
 CONFIGS = SHIPPED / "configs" / "recipes"
 
@@ -143,10 +144,8 @@ def test_an_operand_can_be_added_and_removed() -> None:
     ],
 )
 def test_bad_override_is_one_line(override: str, message: str) -> None:
-    with pytest.raises(UserError) as error:
+    with refused(message):
         load_recipe("mxfp4_rht_sr", [override])
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_old_field_names_are_read_with_a_warning(tmp_path: Path) -> None:
@@ -289,10 +288,8 @@ def test_file_without_a_base(tmp_path: Path) -> None:
     ],
 )
 def test_bad_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(UserError) as error:
+    with refused(message):
         load_recipe(write(tmp_path, text))
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_file_in_another_encoding_is_one_line(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from megatron_lowprec.recipe.explain import describe_phases, explain, phase_star
 from megatron_lowprec.recipe.layer_match import Layer, LayerMatch, Progress
 from megatron_lowprec.recipe.parsing import recipe_from_dict, recipe_to_dict
 from megatron_lowprec.recipe.recipe import BF16, Phase, Recipe, Rule
+from tests.refusal import refused
 
 FP4, FP8, MIXED = get_recipe("mxfp4_rht_sr"), get_recipe("mxfp8"), get_recipe("fp8_delayed")
 
@@ -233,10 +234,8 @@ def test_keep_bf16_is_rules_in_front_of_others() -> None:
     ],
 )
 def test_a_bad_rule_or_phase_is_named(override: str, message: str) -> None:
-    with pytest.raises(UserError) as error:
+    with refused(message):
         load_recipe("mxfp8", [override])
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 # ---- in a model

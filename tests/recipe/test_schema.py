@@ -12,6 +12,7 @@ from megatron_lowprec.formats import ELEMENT_FORMATS
 from megatron_lowprec.recipe.quant_spec import FIXED_SIGNS, ScaleSpec, TensorScaleSpec
 from megatron_lowprec.recipe.recipe import OptimizerSpec
 from megatron_lowprec.scaling import SCALE_FORMATS, scale_rules
+from tests.refusal import refused
 
 FP8 = QuantSpec("e4m3", granularity="tensor")
 DELAYED = QuantSpec("e4m3", granularity="tensor", scaling="delayed")
@@ -105,10 +106,8 @@ NVFP4 = QuantSpec("e2m1", **E4M3_SCALES, tensor_scale=TensorScaleSpec(2688.0))
     ],
 )
 def test_operand_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as error:
+    with refused(message):
         QuantSpec(**{"format": "e4m3", **({} if "scale" in fields else {"granularity": "tensor"}), **fields})
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("block", [0, 8, 48, 512, "64"])

@@ -22,6 +22,7 @@ from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.data import tokenizer
 from megatron_lowprec.training.distributed.startup import Ranks
 from megatron_lowprec.training.run import run
+from tests.refusal import refused
 from tests.sweep.conftest import Fake, WriteSweep
 
 SHIPPED = sorted((ROOT / "configs" / "sweeps").glob("*.yaml"))
@@ -243,10 +244,8 @@ def test_recipes_by_name_file_and_mapping(write_sweep: WriteSweep) -> None:
     ],
 )
 def test_invalid_files_are_refused_in_one_line(write_sweep: WriteSweep, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as error:
+    with refused(message):
         read(write_sweep(**changes))
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_unknown_sizes_and_files(write_sweep: WriteSweep, tmp_path: Any) -> None:
@@ -298,9 +297,8 @@ def test_seeds_on_the_command_line(text: str, seeds: tuple[int, ...]) -> None:
     ],
 )
 def test_seeds_that_are_refused(text: str, message: str) -> None:
-    with pytest.raises(UserError) as error:
+    with refused(message):
         seeds_of(text)
-    assert message in str(error.value)
 
 
 def test_the_command_line_s_seeds_replace_the_file_s(

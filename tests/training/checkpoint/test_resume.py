@@ -21,6 +21,7 @@ from megatron_lowprec.training.checkpoint import checkpoint, safe_load, storage,
 from megatron_lowprec.training.checkpoint.resume import Saved, check_model, check_optimizer
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.model import torch_optimizers
+from tests.refusal import refused
 from tests.training.checkpoint.forms import change, common_as_file, common_as_object
 from tests.training.conftest import Drive, driving
 from tests.training.helpers import argv, largest_file, losses, rows
@@ -277,9 +278,8 @@ def test_another_tokenizer_is_refused_by_name(drive: Drive, vocabulary: dict[str
         rf"GPT2BPETokenizer of 512 ids, fingerprint {known['fingerprint']}, and the tokenizer here is GPT2BPE.*ids, "
     )
     for how in ({}, {"load": "out", "save": "new", "finetune": True}, {"save": "new", "pretrained_checkpoint": "out"}):
-        with pytest.raises(UserError, match=words) as error:
+        with refused(match=words):
             drive(argv(**moved | how | {"train_iters": 3}))
-        assert "\n" not in str(error.value)
     null = {"tokenizer_type": "NullTokenizer", "vocab_size": 511, "vocab_file": None, "merge_file": None}
     with pytest.raises(UserError, match="and the tokenizer here is NullTokenizer of 512 ids"):
         drive(argv(**moved | null | {"train_iters": 3}))
@@ -375,11 +375,8 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(
     options = COMMON | {"async_save": asynchronously or None}
     with monkeypatch.context() as patch:
         patch.setattr(writer.CheckpointWriter, "save", full)
-        with pytest.raises(
-            UserError, match=r"could not be written: .*its disk has [0-9,]+ MiB free; iteration 2 stays the newest"
-        ) as error:
+        with refused(match=r"could not be written: .*its disk has [0-9,]+ MiB free; iteration 2 stays the newest"):
             drive(argv(**options))
-    assert "\n" not in str(error.value)
     assert not list(Path("out").glob("*.partial.*")), "it takes the room that the next attempt needs"
     drive(argv(**options))
     assert losses(Path("out")) == losses(whole)

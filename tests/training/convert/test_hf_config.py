@@ -12,6 +12,7 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.convert.hf_config import READ, defaults_taken, from_hf_config, vocabulary_of
 from megatron_lowprec.training.convert.hf_weights import from_hf_weights, is_bf16, to_hf_weights
+from tests.refusal import refused
 
 NOT_TRANSFORMERS = {
     "num_nextn_predict_layers": "a file that lacks it has no such layers, or their tensors are refused",
@@ -145,10 +146,8 @@ def test_the_plain_rope_is_read_in_every_spelling(kind: str, rope: dict[str, Any
     ],
 )
 def test_fields_without_an_option_are_refused(about: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError) as error:
+    with refused(words):
         from_hf_config({"model_type": "llama", **about})
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 # ---- weights
@@ -174,10 +173,8 @@ def tiny(**changes: Any) -> Config:
 )
 def test_weights_that_are_not_those_of_the_config_are_refused(change: dict[str, torch.Tensor], words: str) -> None:
     tensors = {"transformer.wte.weight": torch.ones(5, 8), **change}
-    with pytest.raises(UserError) as error:
+    with refused(words):
         from_hf_weights(tiny(), tensors, 5, 5)
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_values_beyond_the_written_dtype_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import lzma
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import zstandard
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.data import jsonl
+from tests.refusal import refused
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.ZstdCompressor().compress}
 LINES = [b'{"text": "%d", "title": "t%d"}\n' % (i, i) for i in range(1000)]
@@ -75,11 +77,8 @@ def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, message: str) -> None:
     monkeypatch.setattr(jsonl, "_BATCH_BYTES", 1000)  # the line stands in a later batch
     path = write(tmp_path, ".gz", b"".join(LINES[:99]) + b"\n" + line + b"\n" + LINES[0])
-    with pytest.raises(UserError) as caught:
+    with refused(message, match=f"^{re.escape(path)}, line 101: "):
         read(path)
-    assert str(caught.value).startswith(f"{path}, line 101: ")
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".xz", ".zst"])
@@ -97,9 +96,8 @@ def test_a_line_without_an_end_does_not_fill_the_memory(
 def test_a_damaged_file_is_an_error_and_not_an_end(tmp_path: Path, suffix: str, fault: str) -> None:
     path = Path(write(tmp_path, suffix, b"".join(LINES)))
     path.write_bytes(path.read_bytes()[:-20] if fault == "truncated" else b"no such format" * 9)
-    with pytest.raises(UserError, match="cannot be read beyond line") as caught:
+    with refused(match="cannot be read beyond line"):
         read(str(path))
-    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_is_named() -> None:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from tests.refusal import refused
 
 DATA = SHIPPED / "data"
 TEXTS = [
@@ -127,10 +128,8 @@ def test_hugging_face_without_an_end_token_of_its_own_is_refused(
     (saved / "tokenizer_config.json").unlink()
     for name, content in files.items():
         (saved / name).write_text(json.dumps(content))
-    with pytest.raises(UserError) as error:
+    with refused(words):
         build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(saved))
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_ids_with_gaps_fit_the_vocabulary_size(tmp_path: Path) -> None:
@@ -208,10 +207,8 @@ def test_unusable_arguments_name_the_flag(tmp_path: Path) -> None:
         ("NullTokenizer", {}, "--vocab-size of at least 1"),
     ]
     for kind, arguments, message in cases:
-        with pytest.raises(UserError) as caught:
+        with refused(message):
             build_tokenizer(kind, **arguments)  # type: ignore[arg-type]
-        assert message in str(caught.value)
-        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow

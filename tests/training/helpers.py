@@ -1,10 +1,9 @@
-"""Small runs of the driver: in this process, or by torchrun."""
+"""Small runs of the driver."""
 
 from __future__ import annotations
 
 import json
 import resource
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,13 +51,6 @@ def argv(**changes: Any) -> list[str]:
         elif value is not None:
             arguments += [f"--{name}", *([str(v) for v in value] if isinstance(value, list) else [str(value)])]
     return arguments
-
-
-def torchrun(
-    processes: int, arguments: list[str], cwd: Path, script: str = "pretrain_gpt.py"
-) -> subprocess.CompletedProcess[str]:
-    """The driver on that many processes of this machine, without a GPU, its output captured."""
-    return launch.torchrun(processes, [script, *arguments], cwd, CUDA_VISIBLE_DEVICES="")
 
 
 def many_runs(processes: int, cases: list[list[str]], cwd: Path) -> None:

@@ -16,8 +16,9 @@ from megatron_lowprec.training import loop, model
 from megatron_lowprec.training.data import batches
 from megatron_lowprec.training.distributed import interrupt, subprocesses
 from megatron_lowprec.training.evaluation import validation
+from tests.launch import torchrun
 from tests.training.conftest import Drive
-from tests.training.helpers import argv, losses, rows, torchrun
+from tests.training.helpers import argv, losses, rows
 from tests.waiting import PATIENCE, PATIENT_TORCHRUN, ended, wait_for
 from tests.weekly import also_weekly
 
@@ -157,7 +158,7 @@ def test_a_rank_that_fails_before_the_first_step_writes_no_requeue(
     """torchrun then ends the others by the same signal that a preemption does."""
     monkeypatch.setenv(*PATIENT_TORCHRUN)
     (tmp_path / "failing.py").write_text(FAILING)
-    ended = torchrun(2, argv(save="out"), tmp_path, script=str(tmp_path / "failing.py"))
+    ended = torchrun(2, [str(tmp_path / "failing.py"), *argv(save="out")], tmp_path, CUDA_VISIBLE_DEVICES="")
     assert ended.returncode == 1
     assert "one rank alone is out of memory" in ended.stderr
     assert "rank 0: stopped, for another rank has ended" in ended.stderr

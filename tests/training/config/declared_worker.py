@@ -64,11 +64,15 @@ def parser_help_and_yaml() -> None:
     assert "--added-rate" in text
     assert "the rate of a test" in text
     assert "--old-rate" not in text
-    parsed, given, notes = parse(["--old-rate", "0.25"])
+    parsed, given, _ = parse(["--added-rate", "0.25"])
     config: Any = parsed
     assert config.added_rate == 0.25
     assert "added_rate" in given
-    assert any("--old-rate is now" in note for note in notes)
+    assert "unknown flag --old-rate" in refusal(parse, ["--old-rate", "0.25"])
+    notes: list[str] = []
+    Path("run.yaml").write_text("old-rate: 0.125\n")
+    assert read_yaml("run.yaml", notes) == {"added_rate": 0.125}
+    assert any("old-rate is now" in note for note in notes), notes
     Path("run.yaml").write_text("added-rate: 0.125\nadded-width: 3\n")
     assert read_yaml("run.yaml") == {"added_rate": 0.125, "added_width": 3}
     Path("run.yaml").write_text("added-rate: fast\n")

@@ -26,6 +26,7 @@ CASES = {
     "llama": LLAMA,
     "chunks of the loss": [*LLAMA, "--output-layer-chunk-size", "2048"],
     "chunks of a tied loss": ["--output-layer-chunk-size", "2048"],
+    "codes of fprop's values": ["--recipe", "quartet2"],
     "recomputed": FULL,
     "experts": [*EXPERTS, "--moe-aux-loss-coeff", "0.01"],
 }

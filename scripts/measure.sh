@@ -155,13 +155,14 @@ experts() {
 convert() {
     local failed=0 beside="--peers torchao --no-eager"
     # shellcheck disable=SC2086 # several words
+    bench convert-gpt2 hugging_face --shapes gpt2 $beside --recipes fp8_current,fp8_rowwise,mxfp4_rht_sr || failed=1
+    # shellcheck disable=SC2086
+    bench convert-llama hugging_face --shapes llama $beside --recipes fp8_current,fp8_rowwise,fp8_delayed \
+        --cuda-graphs || failed=1
+    # shellcheck disable=SC2086
     bench convert-8b hugging_face --shapes llama_8b $beside \
         --recipes fp8_current,fp8_delayed,fp8_rowwise,fp8_blockwise,mxfp4_rht_sr || failed=1
-    # shellcheck disable=SC2086
-    bench convert-llama hugging_face --shapes llama $beside --recipes fp8_current,fp8_rowwise,fp8_delayed || failed=1
     bench convert-experts hugging_face --shapes qwen3_moe --recipes fp8_current,mxfp8,mxfp4_rht_sr || failed=1
-    # shellcheck disable=SC2086
-    bench convert-gpt2 hugging_face --shapes gpt2 $beside --recipes fp8_current,fp8_rowwise,mxfp4_rht_sr || failed=1
     bench frozen frozen || failed=1
     return $failed
 }

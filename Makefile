@@ -16,7 +16,7 @@ MEGATRON_CORE ?= $(shell sed -n 's/^megatron-core==\([0-9.]*\); python_version >
 RELEASE = $(VENV)/megatron-core-$(MEGATRON_CORE)
 TRITON ?= 3.9.0
 RELEASE_TESTS ?= tests/mcore tests/distributed/test_driver.py tests/training/test_run.py tests/training/checkpoint tests/clients
-LAYOUT_PARITY ?= $(MATRIX)
+LAYOUT_PARITY ?=
 OPTIONAL := wandb,datasets,sentencepiece,peft,torchtitan
 FUZZ ?= --mutations 500 --out docs/results/fuzz.md
 FAULT_INJECTION ?= --kills 30 --kills-in-save 10 --out docs/results/fault-injection.md

@@ -181,7 +181,7 @@ class LinearGemms:
                 amaxes = backend.input_amaxes(x_TI, rng_step)
                 if amaxes is not None:
                     known, input_amax = KnownAmax(amaxes[0], reduced=True), amaxes[1]
-                    request = request._replace(beside=backend.keeps_codes(x_TI))
+                    request = request._replace(beside=backend.saves_codes(x_TI))
             x, _ = backend.quantize("input", x_TI, rng_step, request, known)
         codes = None
         if gather is not None or (isinstance(x_TI, QuantizedTensor) and x.columnwise_data is None):
@@ -208,7 +208,7 @@ class LinearGemms:
         backends = self.backends.of(rows)
         cast, backend = backends.one_cast["input"], backends.gemms["fprop"]
         both = cast is not None and cast.fuses_directions("input", rows, NO_DRAWS)
-        return both or (backends.gemms["wgrad"] is backend and backend.keeps_codes(rows))
+        return both or (backends.gemms["wgrad"] is backend and backend.saves_codes(rows))
 
     def quantize_tokens(
         self, tensor: str, tokens: torch.Tensor, w_OI: torch.Tensor, rng_step: RngStep
@@ -333,7 +333,7 @@ class LinearGemms:
         dy = dy if isinstance(dy, GradOutput) else GradOutput(dy)
         backend, quantized = self.backends.of(dy.matrix).gemms["wgrad"], dy.quantized
         if isinstance(x, QuantizedTensor) and x.rowwise_tensor_scale is not None:
-            x = backend.quantize_again(x, rng_step)
+            x = backend.requantize(x, rng_step)
         elif isinstance(x, QuantizedTensor) and not transposes(x):
             x = x.dequantize(x.dtype)
         if isinstance(x, QuantizedTensor):

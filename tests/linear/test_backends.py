@@ -141,7 +141,7 @@ def test_dy_of_two_transforms_is_not_quantized_in_one_cast(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "backend", "keeps"),
+    ("overrides", "backend", "saves"),
     [
         ([], "emulated", True),
         ([], "blackwell_mx", False),  # whose operands are codes
@@ -149,18 +149,19 @@ def test_dy_of_two_transforms_is_not_quantized_in_one_cast(
         (["fprop.input.scale.rule=product", "fprop.input.tensor_scale=null"], "emulated", False),
         (["fprop.input.format=e2m3", "fprop.input.scale.four_over_six=null"], "emulated", False),
         (["fprop.input.scaling=delayed", "fprop.input.scale.four_over_six=null"], "emulated", False),
+        (["wgrad.input.tensor_scale=null", "wgrad.input.scale.rule=product"], "emulated", False),
     ],
 )
-def test_codes_are_kept_for_a_second_quantization(
-    monkeypatch: pytest.MonkeyPatch, overrides: list[str], backend: str, keeps: bool
+def test_codes_are_saved_for_a_second_quantization(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], backend: str, saves: bool
 ) -> None:
     monkeypatch.setattr(dispatch, "has_mx_kernel", lambda _, rule: rule is not None)
     layer = LinearGemms(load_recipe("quartet2", overrides), LinearId(1, "x"), 0, AmaxHistory)
     x = torch.zeros(70, 128).bfloat16()
-    assert layer.backends.built(backend).keeps_codes(x) == keeps
-    assert not layer.backends.built(backend).keeps_codes(torch.zeros(128, 70).bfloat16().t())
+    assert layer.backends.built(backend).saves_codes(x) == saves
+    assert not layer.backends.built(backend).saves_codes(torch.zeros(128, 70).bfloat16().t())
     if backend == "emulated":
-        assert layer.saves_codes(x) == keeps
+        assert layer.saves_codes(x) == saves
     with inspected_casts(layer, lambda *_: None):
         assert not layer.saves_codes(x)
 

@@ -10,7 +10,7 @@ from tests.checks import assert_none_failed
 from tests.launch import fork_ranks
 from tests.mcore import chunked_worker
 
-ON_TWO = [name for name in chunked_worker.CHECKS if name not in ("frozen", "model")]
+ON_TWO = [name for name in chunked_worker.CHECKS if name != "frozen"]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

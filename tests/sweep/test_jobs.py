@@ -164,7 +164,6 @@ def test_expanding_loads_neither_torch_nor_megatron(write_sweep: WriteSweep) -> 
     code = f"""
 import sys
 from megatron_lowprec.sweep import cli, jobs, spec
-from tests.refusal import refused
 print(len(jobs.expand(spec.read({write_sweep()!r}), {{}}, 1)))
 print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "megatron", "triton", "rich"}}))
 """

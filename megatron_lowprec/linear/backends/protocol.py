@@ -52,7 +52,7 @@ class CastRequest(NamedTuple):
         sums: also sum over rows, [columns], if the same read gives it.
         codes: return codes and scales, rowwise only, for ``from_codes`` of any backend; granularity "tensor", "row" or
             blocks of one row. Formats without an FP8 dtype of torch are values in the matrix's dtype.
-        beside: also return ``QuantizedTensor.beside``, of x where ``keeps_codes``.
+        beside: also return ``QuantizedTensor.beside``, of x where ``saves_codes``.
     """
 
     rowwise: bool
@@ -202,13 +202,13 @@ class GemmBackend(ABC):
         """
         return None
 
-    def keeps_codes(self, x_TI: torch.Tensor) -> bool:
+    def saves_codes(self, x_TI: torch.Tensor) -> bool:
         """Whether wgrad quantizes fprop's values of x from codes that the cast for fprop writes beside its operand."""
         return False
 
-    def quantize_again(self, x: QuantizedTensor, rng_step: RngStep) -> QuantizedTensor:
+    def requantize(self, x: QuantizedTensor, rng_step: RngStep) -> QuantizedTensor:
         """x for wgrad from ``QuantizedTensor.beside``, with the bits of ``quantize``."""
-        raise NotImplementedError(f"backend {self.name} keeps no codes")
+        raise NotImplementedError(f"backend {self.name} saves no codes")
 
     def error_stats(self, name: str, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
         """``operand_stats`` of a tensor [M, N] in a GEMM, by one more quantization; changes no history and no draw.

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.dispatch import load
 from megatron_lowprec.linear.backends.planned_cast import give_lowering
@@ -140,7 +141,10 @@ not know; autograd refuses a backward pass that writes a tensor of its graph whe
 """
 
 
-INDUCTOR_LAUNCHES = os.environ.get("MEGATRON_LOWPREC_INDUCTOR_LAUNCHES", "1") != "0"
+_SWITCH = "MEGATRON_LOWPREC_INDUCTOR_LAUNCHES"
+if os.environ.get(_SWITCH, "1") not in ("0", "1"):
+    raise UserError(f"{_SWITCH}={os.environ[_SWITCH]}: wants 0 or 1")
+INDUCTOR_LAUNCHES = os.environ.get(_SWITCH, "1") == "1"
 """Whether Inductor launches casts of an FP8 backend that have a plan, without this package; set before tracing."""
 
 

@@ -61,7 +61,7 @@ class _InspectedBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def keeps_codes(self, x_TI: torch.Tensor) -> bool:
+    def saves_codes(self, x_TI: torch.Tensor) -> bool:
         """False: the inspection compares with x itself."""
         return False
 

@@ -170,6 +170,7 @@ def added_to_main_grad(weight: torch.Tensor, dense: bool = True) -> torch.Tensor
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if dense:
+        assert not getattr(weight, "zero_out_wgrad", False), "the hook would add undefined entries"
         return torch.empty_like(weight)
     return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device, layout=torch.sparse_coo)
 

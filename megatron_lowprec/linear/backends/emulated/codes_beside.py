@@ -24,7 +24,7 @@ def codes_for_wgrad(recipe: LinearRecipe) -> bool:
     if spec is None or again is None or again.source != "fprop" or recipe.fprop.hadamard is not None:
         return False
     rule, of_wgrad = mx_rule(spec), mx_rule(again, transform)
-    if rule is None or of_wgrad is None or "delayed" in (spec.scaling, again.scaling):
+    if rule is None or of_wgrad is None or again.tensor_scale is None or "delayed" in (spec.scaling, again.scaling):
         return False
     one_row = of_wgrad.block_rows == 1 and (transform is None or transform.block % of_wgrad.block == 0)
     return rule.makes_nvfp4 and one_row
@@ -41,23 +41,23 @@ def codes_beside(quantized: QuantizedTensor, cast: MxCast) -> QuantizedTensor | 
 
 
 class CodesBeside(GemmBackend):
-    """``keeps_codes`` and ``quantize_again`` of the emulated backend.
+    """``saves_codes`` and ``requantize`` of the emulated backend.
 
     Attributes:
-        takes_codes: ``codes_for_wgrad``, of operands that are values.
+        can_save_codes: ``codes_for_wgrad``, of operands that are values.
         specs, rounding: of the backend.
     """
 
-    takes_codes: bool
+    can_save_codes: bool
     specs: dict[tuple[str, str], QuantSpec | None]
     rounding: Mapping[tuple[str, str], RandomStream]
 
-    def keeps_codes(self, x_TI: torch.Tensor) -> bool:
+    def saves_codes(self, x_TI: torch.Tensor) -> bool:
         """As ``GemmBackend``: where the MX kernel quantizes."""
-        spec = self.specs["fprop", "input"] if self.takes_codes else None
+        spec = self.specs["fprop", "input"] if self.can_save_codes else None
         return spec is not None and x_TI.stride(1) == 1 and fuses_mx(x_TI, mx_rule(spec))
 
-    def quantize_again(self, x: QuantizedTensor, rng_step: RngStep) -> QuantizedTensor:
+    def requantize(self, x: QuantizedTensor, rng_step: RngStep) -> QuantizedTensor:
         """As ``GemmBackend``."""
         place = "wgrad", "input"
         spec, stream, transform = self.specs[place], self.rounding[place], self.transform("wgrad", rng_step)

@@ -64,7 +64,7 @@ class EmulatedGemms(CodesBeside):
             for name, tensors in GEMM_OPERANDS.items()
             for tensor in tensors
         }
-        self.takes_codes = codes_for_wgrad(recipe) and self.by_kernel and not self.packs
+        self.can_save_codes = codes_for_wgrad(recipe) and self.by_kernel and not self.packs
         weights = {self.specs[gemm, "weight"] for gemm in SIDES["weight"]}
         if any(spec is not None and spec.block is not None and spec.block[0] > 1 for spec in weights):
             self.one_cast = self.one_cast | {"weight"}  # the directions of square blocks share their memory

@@ -114,7 +114,7 @@ class Architecture:
         selected: whether a configuration, resolved or not, is of this architecture.
         also_read: forms of models of this architecture under another name; they are written as ``hugging_face``.
         block_spec: layer specs of a pipeline stage.
-        plans_fp8_inputs: whether the memory plan counts one byte per value for inputs saved as FP8 codes.
+        plans_fp8_inputs: whether the memory plan counts codes for inputs that are saved as such.
         options: groups of options that it reads besides a dense model's.
     """
 

@@ -5,9 +5,13 @@ import os
 import signal
 
 import pytest
-import torch
 
-from tests.environment import turned_gpus
+# several workers share few cores (make test); torch reads it once, and processes of tests have the same sums
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+from tests.environment import turned_gpus  # noqa: E402
 
 WHOLE_RUNS = {"drive", "checkpoints"}
 """Fixtures that train in this process: a second or more, and a process beside it for each checkpoint."""
@@ -25,8 +29,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_configure() -> None:
-    # several workers share few cores (make test); a test of seconds gains nothing from more threads
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, and all that it would start
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

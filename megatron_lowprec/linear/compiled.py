@@ -19,6 +19,7 @@ from megatron_lowprec.linear.backends.traced import TracedGemms, define, number_
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.random_stream import NO_DRAWS
 
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _next_number = count()
@@ -28,7 +29,7 @@ def identity_of(layer: Any) -> torch.Tensor:
     """int64 [1] on the CPU that tells graphs, which layers share, which ``StatefulLayer`` runs."""
     number = next(_next_number)
     _layers[number] = layer
-    return torch.tensor([number])
+    return torch.tensor([number], device="cpu")  # whatever torch's default device
 
 
 @lru_cache(maxsize=1024)
@@ -68,14 +69,25 @@ def _begin_pass(identity: torch.Tensor, grad: bool) -> torch.Tensor:
     with torch.set_grad_enabled(grad or torch.is_grad_enabled()):
         gemms = layer.begin_pass(own_node=within)
     # the GEMMs of experts have no backends in common
-    return torch.tensor([number_of(getattr(gemms, "backends", gemms)), *layer.rng_step])
+    number = number_of(getattr(gemms, "backends", gemms))
+    return _first_of(number).clone() if layer.rng_step == NO_DRAWS else _at(number, *layer.rng_step)
+
+
+@lru_cache(maxsize=4096)
+def _first_of(number: int) -> torch.Tensor:
+    """Of passes without draws, whose copy takes the host half the time."""
+    return _at(number, *NO_DRAWS)
+
+
+def _at(*words: int) -> torch.Tensor:
+    return torch.tensor(words, device="cpu")
 
 
 begin_pass = define(
     "begin_pass",
     "(Tensor(a!) identity, bool grad) -> Tensor",
     _begin_pass,
-    lambda identity, grad: torch.empty(3, dtype=torch.int64),
+    lambda identity, grad: identity.new_empty(3),
     "cudagraph_unsafe",
 )
 """``StatefulLayer.begin_pass``: int64 [3] on the CPU, number of the pass's GEMMs or backends, step and microbatch.

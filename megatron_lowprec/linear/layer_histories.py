@@ -106,6 +106,8 @@ class LayerHistories:
         record if a reentrant checkpoint is not recomputed. The device is waited for, in the first step only; ranks with
         shards of the weight compare its whole norm, so they agree.
         """
+        if any(history.known_amax for history in self._by_spec.values()):
+            return False
         if capturing() or weight.is_meta or isinstance(weight, (Fp8Weight, GatheredWeight)):
             return False
         if any(not history.is_empty(slot) for history in self for slot in range(history.newest.numel())):
@@ -117,12 +119,13 @@ class LayerHistories:
         return norm != self._norm
 
     # ---- passes and steps
-    def begin_pass(self, weight: torch.Tensor, training: bool) -> None:
+    def begin_pass(self, weight: torch.Tensor, training: bool, captured: bool) -> None:
         """Before a first pass: compare the weight with that of the step's other passes, and end a microbatch.
 
         Args:
             weight: the layer's parameter.
             training: ``is_training_pass``.
+            captured: a CUDA graph, whose replays record amaxes, may hold a pass.
         """
         if not self._by_spec:
             return
@@ -133,9 +136,10 @@ class LayerHistories:
         self._source = None
         self.belong_to(weight)
         for spec, history in self._by_spec.items():
-            with torch.cuda.device_of(history.newest):
+            if captured or history.recorded:
                 history.drop_not_finite()
-                if spec.update == "microbatch":
+            if spec.update == "microbatch":
+                with torch.cuda.device_of(history.newest):
                     history.update()
 
     def end_step(self) -> None:
@@ -164,7 +168,8 @@ class LayerGroup:
             wait for the rest in the collectives of its first pass.
 
     Attributes:
-        pending: whether a pass in training may have run since the last step; always, once a CUDA graph holds one.
+        pending: whether a pass in training may have run since the last step; always, if ``captured``.
+        captured: whether a CUDA graph holds a pass in training.
         loaded: whether ``load_state_dict`` has run since the last pass in training; None at first.
     """
 
@@ -183,7 +188,7 @@ class LayerGroup:
     def _begin(self) -> None:
         self.loaded: bool | None = None
         self._layers: list[weakref.ref[Any]] = []
-        self.pending = self._deferred = self._captured = False
+        self.pending = self._deferred = self.captured = False
         self._said: set[str] = set()
         _groups.append(weakref.ref(self))
         _follow_optimizers()
@@ -236,7 +241,7 @@ class LayerGroup:
         self.catch_up()
         if training:
             self._synchronize()
-            self.pending, self._captured = True, self._captured or capturing()
+            self.pending, self.captured = True, self.captured or capturing()
 
     def follows(self, parameters: set[int]) -> bool:
         """Whether an optimizer with parameters of these ``id`` ends the step."""
@@ -270,7 +275,7 @@ class LayerGroup:
         A tensor without records keeps its history. Amaxes that are not finite are left out: the loop has skipped their
         update, and an Inf would pin the scale for a whole window.
         """
-        self.pending, self._deferred = self._captured, False
+        self.pending, self._deferred = self.captured, False
         histories = [layer.histories for layer in self.layers]
         specs = [spec for one in histories for spec in one.specs]
         if specs and self._spans_ranks:

@@ -106,7 +106,7 @@ class StatefulLayer(nn.Module):
         # a recomputation uses the scales of its first pass, even if optimizers step within the backward pass
         if not in_backward_pass():
             self.group.begin_pass(training)
-            self.histories.begin_pass(self.weight, training)
+            self.histories.begin_pass(self.weight, training, self.group.captured)
         if linear_gemms.recipe.random:
             if capturing():
                 raise UserError(

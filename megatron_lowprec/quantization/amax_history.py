@@ -30,7 +30,11 @@ class AmaxHistory:
         newest: fp32 [N], largest amax since the last update.
         window: fp32 [length, N], newest entry first; zeros before the first update.
         in_effect: fp32 [N], 0 before the first valid update.
+        recorded: whether ``newest`` may hold an amax, on this host's account: it has given ``cells`` since the last
+            update. A replay of a CUDA graph does not count.
     """
+
+    recorded = True
 
     def __init__(self, remembered: HistorySpec, device: torch.device | str = "cpu") -> None:
         self.length, self.rule = remembered.length, remembered.rule
@@ -70,6 +74,7 @@ class AmaxHistory:
 
     def cells(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a tensor's ``in_effect`` and ``newest``, fp32 [1] each, for kernels and CUDA graphs."""
+        self.recorded = True
         found = self._cells.get(slot)
         if found is None:
             found = self._cells[slot] = self.in_effect[slot : slot + 1], self.newest[slot : slot + 1]
@@ -77,7 +82,7 @@ class AmaxHistory:
 
     def update_amax(self, slot: int, amax: torch.Tensor) -> None:
         """Raise ``newest`` of a tensor to ``amax``. NaN is recorded as Inf, which a maximum over ranks preserves."""
-        amax = amax.view(()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        amax, self.recorded = amax.view(()).nan_to_num(nan=torch.inf, posinf=torch.inf), True
         self.newest[slot] = torch.maximum(self.newest[slot], amax)
 
     def update(self, reduce_max: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
@@ -90,7 +95,7 @@ class AmaxHistory:
             self.newest.copy_(reduce_max(self.newest))
         # in place: a captured graph keeps the addresses
         self._update_(self.newest, self.window, self.in_effect)
-        self._unread = True
+        self._unread, self.recorded = True, False
 
     def _update_(self, newest: torch.Tensor, window: torch.Tensor, in_effect: torch.Tensor) -> None:
         update_history_(newest, window, in_effect, self.rule == "max", self.rule == "held")
@@ -98,6 +103,11 @@ class AmaxHistory:
     def drop_not_finite(self) -> None:
         """Forget newest amaxes that are Inf: of a microbatch whose update the loop skips."""
         self.newest.nan_to_num_(nan=0.0, posinf=0.0)
+
+    @property
+    def known_amax(self) -> bool:
+        """Whether a tensor had an amax in effect when that was last read."""
+        return True in self._filled
 
     def is_empty(self, slot: int) -> bool:
         """Whether a tensor has no amax in effect. Waits for the device, once after an update, while that is so."""
@@ -149,7 +159,7 @@ def cells_of(histories: Sequence[tuple[AmaxHistory, int]]) -> tuple[Any, Any]:
     (history, first), (_, second) = histories[0], histories[min(1, len(histories) - 1)]
     slots = range(first, first + len(histories) * max(1, second - first), max(1, second - first))
     if all(other is history and slot == at for at, (other, slot) in zip(slots, histories, strict=True)):
-        own = slice(slots.start, slots.stop, slots.step)
+        own, history.recorded = slice(slots.start, slots.stop, slots.step), True
         return history.in_effect[own], history.newest[own]
     in_effect, newest = zip(*(history.cells(slot) for history, slot in histories), strict=True)
     return in_effect, newest
@@ -176,7 +186,7 @@ def update_together(histories: Iterable[AmaxHistory]) -> None:
         for parts, updated in zip(zip(*states, strict=True), whole, strict=True):
             torch._foreach_copy_(parts, updated.split(sizes, dim=-1))
         for history in same:
-            history._unread = True
+            history._unread, history.recorded = True, False
 
 
 def add_tensors(

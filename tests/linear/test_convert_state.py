@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from megatron_lowprec import convert
+from megatron_lowprec import LowPrecLinear, convert
+from megatron_lowprec.linear.compiled import begin_pass
 from megatron_lowprec.linear.convert import plain_state_dict
 from megatron_lowprec.linear.lowprec_linear import end_step
 from tests.launch import fork_ranks
@@ -215,3 +216,11 @@ def test_a_model_may_be_built_on_the_meta_device() -> None:
     convert(model, "fp8_delayed").to_empty(device="cpu")
     model.load_state_dict(build().state_dict())
     assert train(model, 2) == train(convert(build(), "fp8_delayed"), 2)
+
+
+def test_what_the_host_reads_in_a_graph_is_on_the_cpu() -> None:
+    """Whatever torch's default device: a read elsewhere waits for it in each pass."""
+    with torch.device("meta"):
+        layer = LowPrecLinear(32, 32, recipe="fp8_delayed").to_empty(device="cpu")
+        assert layer.identity is not None
+        assert begin_pass(layer.identity, False).tolist()[1:] == [0, 0]

@@ -17,6 +17,7 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.linear import layer_histories
 from megatron_lowprec.linear.convert import plain_state_dict
 from megatron_lowprec.linear.lowprec_linear import end_step
+from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.recipe.coverage import with_current_scales
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
@@ -151,6 +152,24 @@ def test_replays_of_a_cuda_graph_are_steps(monkeypatch: pytest.MonkeyPatch, gene
         history.newest[slot] = amax
         optimizer.step()
     assert layer.amax.input[:4].tolist() == [30.0, 30.0, 20.0, 0.0]
+
+
+def test_newest_amaxes_are_checked_where_there_may_be_some(
+    monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    """Not in the first pass of a step, which would launch for nothing, but in each if replays of a graph record."""
+    layer, (x, dy), checked = layer_of("fp8_delayed"), tensors(torch.float32, generator), list[AmaxHistory]()
+    monkeypatch.setattr(AmaxHistory, "drop_not_finite", lambda history: checked.append(history))
+    found = []
+    for captures in (False, False, True, False):
+        with monkeypatch.context() as capture:
+            capture.setattr(layer_histories, "capturing", lambda captures=captures: captures)
+            for _ in range(2):
+                checked.clear()
+                step(layer, x, dy)
+                found.append(len(checked))
+        end_step(layer)
+    assert found[2:] == [0, 1, 1, 1, 1, 1]
 
 
 # ---- recorded in training only, whether or not something needs a gradient

@@ -127,14 +127,18 @@ def cast_fp8(
     first = x if isinstance(x, torch.Tensor) else x.x
     if amax is None and rule.granularity in ("tensor", "row"):
         amax = amax_of(x, vectors=rule.granularity == "row")
-    device, key = first.device, tuple[Any, ...]()
+    device = first.device
+    key: tuple[Any, ...] = ()
     if isinstance(x, torch.Tensor):
         key = (*x.shape, x.stride(0), x.get_device(), rowwise, columnwise, observed is not None, sums)
     known = rule.prepared.get(key)
     if known is None:
         known = _prepare(prologue_of(x), rule, rowwise, columnwise, observed is not None, sums)
-    specialized, programs, layouts, partial_rows, sizes, specialized_sizes = known
-    made = [None if each is None else each.empty(device) for each in layouts]
+    specialized, programs, layouts, empty, partial_rows, sizes, specialized_sizes = known
+    made = [None if each is None else empty(each.size, each.stride, each.dtype) for each in layouts]
+    for each, tensor in zip(layouts, made) if rule.granularity == "128x128" else ():
+        if tensor is not None and each.padded:
+            tensor.zero_()
     partials = None
     if sums:
         partials = torch.empty((1, partial_rows, sizes[3]), dtype=torch.float32, device=device)
@@ -173,6 +177,7 @@ class _Prepared(NamedTuple):
     Attributes:
         specialized, programs: the kernel for the tiling; None until that is known, and the key in ``rule.kernels``.
         layouts: of the tensors.
+        empty: a tensor by size, stride and dtype on the matrix's device, the current one.
         partial_rows: of partial sums.
         sizes: M, height, padded M, N and the row stride, the kernel's last arguments.
         specialized_on: properties of the sizes on which Triton specializes the kernel.
@@ -181,6 +186,7 @@ class _Prepared(NamedTuple):
     specialized: Specialized | None
     programs: Any
     layouts: Layouts
+    empty: Callable[..., torch.Tensor]
     partial_rows: int
     sizes: tuple[int, int, int, int, int]
     specialized_on: tuple[bool, ...]
@@ -204,12 +210,17 @@ def _prepare(
         specialized,
         programs,
         rule.layouts(source.shape, rowwise=rowwise, columnwise=columnwise),
+        _EMPTY[source.x.device.type],
         -(-padded_M // first.rows),
         (M, height, padded_M, N, stride),
         (N % 16 == 0, stride % 16 == 0, N == 1, stride == 1, padded_M == 1),
     )
 
 
+# as Inductor's code allocates, past torch's dispatcher
+_EMPTY: dict[str, Callable[..., torch.Tensor]] = {
+    kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")
+}
 _MOST_SIZES = 4096  # of matrices, which a model with other numbers of tokens in each step would collect
 
 

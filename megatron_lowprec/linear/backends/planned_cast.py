@@ -15,8 +15,8 @@ from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
 from megatron_lowprec.kernels.dispatch import load
 from megatron_lowprec.linear.backends.protocol import CastRequest
 
-RuleOf = Callable[[torch.device, int, str, str, CastRequest], Fp8Rule]
-"""The rule of a cast by the constants of its operator: device, key, backend, tensor and request."""
+RuleOf = Callable[[torch.device, str], tuple[Fp8Rule, CastRequest]]
+"""Rule and request of a cast, by device and name of a ``NamedCast``."""
 
 
 def give_lowering(operator: Any, rule_of: RuleOf) -> None:
@@ -26,18 +26,15 @@ def give_lowering(operator: Any, rule_of: RuleOf) -> None:
     operator_itself = fallback_handler(operator, add_to_fallback_set=False)
 
     @register_lowering(operator, type_promotion_kind=None)
-    def lower(
-        matrix: Any, amax: Any, key: int, backend: str, tensor: str, request: list[bool], kernels: str
-    ) -> list[Any]:
+    def lower(matrix: Any, amax: Any, name: str, kernels: str) -> list[Any]:
         from torch._inductor.virtualized import V
 
         node: Any = V.graph.current_node
-        asked = CastRequest(*request)
         x: Tensor = node.args[0].meta["val"]
         if not x.is_cuda:
-            found: list[Any] = operator_itself(matrix, amax, key, backend, tensor, request, kernels)
+            found: list[Any] = operator_itself(matrix, amax, name, kernels)
             return found
-        return _launch(matrix, amax, x, rule_of(x.device, key, backend, tensor, asked), asked, node.meta["val"])
+        return _launch(matrix, amax, x, *rule_of(x.device, name), node.meta["val"])
 
 
 def _launch(matrix: Any, amax: Any, x: Tensor, rule: Fp8Rule, request: CastRequest, results: list[Tensor]) -> list[Any]:

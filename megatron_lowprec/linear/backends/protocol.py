@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,9 @@ from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.transform import Transforms
 from megatron_lowprec.recipe.schema import LinearRecipe
+
+FIELDS = tuple(f"{way}_{part}" for way in ("rowwise", "columnwise") for part in ("data", "scale", "tensor_scale"))
+"""Tensors of a ``QuantizedTensor``, in the order of ``GemmBackend.cast``."""
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 """Dtypes of the input, weight and output of a quantized layer."""
@@ -122,6 +125,23 @@ class GemmBackend(ABC):
             tensor: "input", "weight" or "grad_output". ``SIDES`` lists the GEMMs that contract its rows and columns.
             amax: for a current scale, if known; of ``input_amaxes`` for a transformed operand.
         """
+
+    def cast(
+        self,
+        tensor: str,
+        matrix: torch.Tensor,
+        rng_step: RngStep,
+        request: CastRequest,
+        amax: KnownAmax | None = None,
+    ) -> Sequence[torch.Tensor | None]:
+        """``FIELDS`` of ``quantize`` in their order, then its sums; some of those that are None may be left out.
+
+        Each has memory of its own, as outputs of an operator must.
+        """
+        made, sums = self.quantize(tensor, matrix, rng_step, request, amax)
+        found = [each for name in FIELDS if (each := getattr(made, name)) is not None]
+        memory = [each.untyped_storage().data_ptr() for each in found] if len(found) > 1 else [0]
+        return [*(each.clone() if memory[i] in memory[:i] else each for i, each in enumerate(found)), sums]
 
     def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor | None:
         """What ``quantize`` returns for a matrix of this size, dtype and device, with data and scales not filled.

@@ -11,11 +11,10 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +23,14 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.dispatch import load
 from megatron_lowprec.linear.backends.planned_cast import give_lowering
-from megatron_lowprec.linear.backends.protocol import CastRequest, GemmBackend, KnownAmax, LayerContext, gemm_operands
+from megatron_lowprec.linear.backends.protocol import (
+    FIELDS,
+    CastRequest,
+    GemmBackend,
+    KnownAmax,
+    LayerContext,
+    gemm_operands,
+)
 from megatron_lowprec.linear.backends.resolved import LayerBackends
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax, LinearId
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
@@ -34,7 +40,6 @@ from megatron_lowprec.quantization.transform import Transforms
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, LinearRecipe
 
 _LIBRARY = torch.library.Library("megatron_lowprec", "FRAGMENT")
-FIELDS = tuple(f"{way}_{part}" for way in ("rowwise", "columnwise") for part in ("data", "scale", "tensor_scale"))
 
 
 # ---- what the constants of a graph name
@@ -81,6 +86,31 @@ def backends_of(key: int, device: torch.device) -> LayerBackends:
     return LayerBackends(context, emulate=False)
 
 
+class NamedCast(NamedTuple):
+    """A cast as the constant of a graph names it, by one string: torch converts each argument in each call.
+
+    Attributes:
+        key: ``recipe_key``.
+        backend: name of the backend's row in ``BACKENDS``.
+    """
+
+    key: int
+    backend: str
+    tensor: str
+    request: CastRequest
+
+    def __str__(self) -> str:
+        bits = "".join("01"[each] for each in self.request)
+        return f"{self.key} {self.backend} {self.tensor} {bits}"
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(name: str) -> NamedCast:
+        """The cast of a ``str``."""
+        key, backend, tensor, bits = name.split()
+        return NamedCast(int(key), backend, tensor, CastRequest(*(each == "1" for each in bits)))
+
+
 # ---- operators
 def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any], *tags: str) -> Any:
     """An operator of this package, by a function on real tensors and one on fake ones.
@@ -95,43 +125,39 @@ def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[
     return getattr(torch.ops.megatron_lowprec, name).default
 
 
-def _fake_cast(
-    matrix: Tensor, amax: Tensor | None, at: Tensor | None, key: int, backend: str, tensor: str, request: list[bool]
-) -> list[Tensor]:
-    asked = CastRequest(*request)
-    made = backends_of(key, matrix.device).built(backend).empty(tensor, matrix, asked)
+def _fake_cast(matrix: Tensor, amax: Tensor | None, at: Tensor | None, name: str) -> list[Tensor]:
+    key, backend, tensor, request = NamedCast.of(name)
+    made = backends_of(key, matrix.device).built(backend).empty(tensor, matrix, request)
     assert made is not None
     found = [each for name in FIELDS if (each := getattr(made, name)) is not None]
-    return [*found, matrix.new_empty(matrix.shape[1])] if asked.sums else found
+    return [*found, matrix.new_empty(matrix.shape[1])] if request.sums else found
 
 
-def _cast(
-    matrix: Tensor, amax: Tensor | None, at: Tensor | None, key: int, backend: str, tensor: str, request: list[bool]
-) -> list[Tensor]:
-    """Fields of ``GemmBackend.quantize``'s tensor that are not None, and its sums if requested.
+def _cast(matrix: Tensor, amax: Tensor | None, at: Tensor | None, name: str) -> list[Tensor]:
+    """Tensors of ``GemmBackend.cast`` that are not None.
 
     Args:
         amax: for a current scale, if known.
         at: of ``begin_pass``: number of the layer's backends, step and microbatch; None for a recipe without state.
+        name: of a ``NamedCast``.
     """
-    backends, rng_step = backends_of(key, matrix.device), NO_DRAWS
-    if at is not None:
+    key, backend, tensor, request = NamedCast.of(name)
+    if at is None:
+        backends, rng_step = backends_of(key, matrix.device), NO_DRAWS
+    else:
         number, step, microbatch = at.tolist()
         backends, rng_step = _numbered[number], RngStep(step, microbatch)
-    asked, known = CastRequest(*request), None if amax is None else KnownAmax(amax, reduced=True)
+    known = None if amax is None else KnownAmax(amax, reduced=True)
     one = backends.built(backend)
-    # Triton launches on the current device, which Inductor has set
-    elsewhere = matrix.is_cuda and matrix.get_device() != torch.cuda.current_device()
-    with torch.cuda.device_of(matrix) if elsewhere else nullcontext():
-        made, sums = one.quantize(tensor, matrix, rng_step, asked, known)
-    found = [each for name in FIELDS if (each := getattr(made, name)) is not None]
-    if len(found) > 1 and not one.fuses_producer:  # outputs of an operator have memory of their own
-        memory = [each.untyped_storage().data_ptr() for each in found]
-        found = [each.clone() if memory[i] in memory[:i] else each for i, each in enumerate(found)]
-    return found if sums is None else [*found, sums]
+    if matrix.is_cuda and matrix.get_device() != torch.cuda.current_device():
+        with torch.cuda.device_of(matrix):  # Triton launches on the current device, which Inductor has set
+            found = one.cast(tensor, matrix, rng_step, request, known)
+    else:
+        found = one.cast(tensor, matrix, rng_step, request, known)
+    return [each for each in found if each is not None]
 
 
-_CAST = "(Tensor matrix, Tensor? amax, Tensor? at, int key, str backend, str tensor, bool[] request)"
+_CAST = "(Tensor matrix, Tensor? amax, Tensor? at, str name)"
 cast = define("cast", f"{_CAST} -> Tensor[]", _cast, _fake_cast)
 cast_with_state = define("cast_with_state", f"{_CAST} -> Tensor[]", _cast, _fake_cast, "cudagraph_unsafe")
 """``cast`` with ``at``, which the host reads.
@@ -148,15 +174,16 @@ INDUCTOR_LAUNCHES = os.environ.get(_SWITCH, "1") == "1"
 """Whether Inductor launches casts of an FP8 backend that have a plan, without this package; set before tracing."""
 
 
-def _planned_rule(device: torch.device, key: int, backend: str, tensor: str, request: CastRequest) -> Any:
-    return backends_of(key, device).built(backend).planned_rule(tensor, request)
+def _planned_rule(device: torch.device, name: str) -> tuple[Any, CastRequest]:
+    key, backend, tensor, request = NamedCast.of(name)
+    return backends_of(key, device).built(backend).planned_rule(tensor, request), request
 
 
 planned_cast = define(
     "planned_cast",
-    "(Tensor matrix, Tensor? amax, int key, str backend, str tensor, bool[] request, str kernels) -> Tensor[]",
-    lambda matrix, amax, *constants: _cast(matrix, amax, None, *constants[:-1]),
-    lambda matrix, amax, *constants: _fake_cast(matrix, amax, None, *constants[:-1]),
+    "(Tensor matrix, Tensor? amax, str name, str kernels) -> Tensor[]",
+    lambda matrix, amax, name, _: _cast(matrix, amax, None, name),
+    lambda matrix, amax, name, _: _fake_cast(matrix, amax, None, name),
 )
 """``cast`` that Inductor lowers to launches; ``kernels`` is their digest, since compiled code on disk holds them."""
 
@@ -239,13 +266,13 @@ class TracedGemms(GemmBackend):
         spec, known = getattr(self._recipe.gemms[SIDES[tensor][not request.rowwise]], tensor), None
         if self.fuses_producer and (spec.granularity, spec.scaling) == ("tensor", "current"):
             known = _amax(matrix) if amax is None else amax.value
-        constants = self._key, self.name, tensor, list(request)
+        name = str(NamedCast(self._key, self.name, tensor, request))
         if INDUCTOR_LAUNCHES and self._backend.planned_rule(tensor, request) is not None:
             matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
-            found = planned_cast(matrix, known, *constants, _planned_kernels())
+            found = planned_cast(matrix, known, name, _planned_kernels())
         else:
             operator = cast if rng_step is None else cast_with_state
-            found = operator(matrix, known, rng_step, *constants)
+            found = operator(matrix, known, rng_step, name)
         sums = found.pop() if request.sums else None
         names = [name for name in FIELDS if getattr(made, name) is not None]
         return replace(made, **dict(zip(names, found, strict=True))), sums

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule
 from megatron_lowprec.kernels.dispatch import load, transpose_codes
 from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE, SCALE_ALIGNMENT, scaled_gemm
 from megatron_lowprec.linear.backends.protocol import (
@@ -70,6 +70,19 @@ class HopperFp8Gemms(GemmBackend):
 
         A computed prologue requires granularity "tensor" and a known scale; a split one excludes granularity "row".
         """
+        found = self.cast(tensor, matrix, rng_step, request, amax)
+        spec = self._specs[tensor, not request.rowwise]
+        return QuantizedTensor(matrix.shape, matrix.dtype, spec, *found[:4]), found.sums
+
+    def cast(
+        self,
+        tensor: str,
+        matrix: torch.Tensor | CastPrologue,
+        rng_step: RngStep,
+        request: CastRequest,
+        amax: KnownAmax | None = None,
+    ) -> Fp8Cast:
+        """As ``GemmBackend``, which is all that a compiled layer reads of ``quantize``'s tensor."""
         rowwise, columnwise, update_amax, sums, *_ = request
         spec, casts = self._specs[tensor, not rowwise], load("cast_fp8")
         observed = scale_amax = None
@@ -92,7 +105,7 @@ class HopperFp8Gemms(GemmBackend):
                 reduce = self.reductions.get((tensor, direction))
                 if reduce is not None:
                     part.copy_(reduce(part))
-        cast = casts.cast_fp8(
+        found: Fp8Cast = casts.cast_fp8(
             matrix,
             self._rules[tensor, not rowwise],
             rowwise=rowwise,
@@ -101,7 +114,7 @@ class HopperFp8Gemms(GemmBackend):
             observed=observed,
             sums=sums,
         )
-        return QuantizedTensor(matrix.shape, matrix.dtype, spec, *cast[:4]), cast.sums
+        return found
 
     def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor:
         """As ``GemmBackend``."""

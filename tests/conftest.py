@@ -9,9 +9,9 @@ import pytest
 # several workers share few cores (make test); torch reads it once, and processes of tests have the same sums
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
+import torch
 
-from tests.environment import turned_gpus  # noqa: E402
+from tests.environment import turned_gpus
 
 WHOLE_RUNS = {"drive", "checkpoints"}
 """Fixtures that train in this process: a second or more, and a process beside it for each checkpoint."""

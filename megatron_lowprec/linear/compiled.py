@@ -23,13 +23,14 @@ from megatron_lowprec.quantization.random_stream import NO_DRAWS
 
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _next_number = count()
+_CPU = torch.device("cpu")  # of what the host reads, whatever torch's default device
 
 
 def identity_of(layer: Any) -> torch.Tensor:
     """int64 [1] on the CPU that tells graphs, which layers share, which ``StatefulLayer`` runs."""
     number = next(_next_number)
     _layers[number] = layer
-    return torch.tensor([number], device="cpu")  # whatever torch's default device
+    return torch.tensor([number], device=_CPU)
 
 
 @lru_cache(maxsize=1024)
@@ -80,7 +81,7 @@ def _first_of(number: int) -> torch.Tensor:
 
 
 def _at(*words: int) -> torch.Tensor:
-    return torch.tensor(words, device="cpu")
+    return torch.tensor(words, dtype=torch.int64, device=_CPU)
 
 
 begin_pass = define(

@@ -179,7 +179,7 @@ def test_a_tensor_of_two_specs_is_not_quantized_in_one_cast(monkeypatch: pytest.
     assert names == {"input": None, "weight": "hopper_fp8", "grad_output": "hopper_fp8"}
 
 
-@pytest.mark.parametrize(("name", "most"), [("fp8_current", 70), ("fp8_rowwise", 72), ("fp8_delayed", 83)])
+@pytest.mark.parametrize(("name", "most"), [("fp8_current", 66), ("fp8_rowwise", 68), ("fp8_delayed", 79)])
 def test_calls_of_a_native_layer(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions of the package that forward and backward pass call: the GPU waits for Python at small sizes."""
     pytest.importorskip("triton", reason="triton is not installed")
@@ -203,7 +203,7 @@ def test_calls_of_a_compiled_layer_with_histories(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lowprec_linear, "traced_gemms", lru_cache(lowprec_linear.traced_gemms.__wrapped__))
     layer = LowPrecLinear(128, 256, dtype=torch.bfloat16, recipe="fp8_delayed", bias=False)
     layer.compile(backend="aot_eager", fullgraph=True)
-    assert 40 < calls_of_a_step(layer) <= 56
+    assert 40 < calls_of_a_step(layer) <= 60
 
 
 def calls_of_a_step(layer: LowPrecLinear) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -9,7 +10,7 @@ from torch.nn.functional import pad
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule
+from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
 from megatron_lowprec.kernels.dispatch import load, transpose_codes
 from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE, SCALE_ALIGNMENT, scaled_gemm
 from megatron_lowprec.linear.backends.protocol import (
@@ -70,19 +71,6 @@ class HopperFp8Gemms(GemmBackend):
 
         A computed prologue requires granularity "tensor" and a known scale; a split one excludes granularity "row".
         """
-        found = self.cast(tensor, matrix, rng_step, request, amax)
-        spec = self._specs[tensor, not request.rowwise]
-        return QuantizedTensor(matrix.shape, matrix.dtype, spec, *found[:4]), found.sums
-
-    def cast(
-        self,
-        tensor: str,
-        matrix: torch.Tensor | CastPrologue,
-        rng_step: RngStep,
-        request: CastRequest,
-        amax: KnownAmax | None = None,
-    ) -> Fp8Cast:
-        """As ``GemmBackend``, which is all that a compiled layer reads of ``quantize``'s tensor."""
         rowwise, columnwise, update_amax, sums, *_ = request
         spec, casts = self._specs[tensor, not rowwise], load("cast_fp8")
         observed = scale_amax = None
@@ -105,7 +93,7 @@ class HopperFp8Gemms(GemmBackend):
                 reduce = self.reductions.get((tensor, direction))
                 if reduce is not None:
                     part.copy_(reduce(part))
-        found: Fp8Cast = casts.cast_fp8(
+        cast = casts.cast_fp8(
             matrix,
             self._rules[tensor, not rowwise],
             rowwise=rowwise,
@@ -114,7 +102,19 @@ class HopperFp8Gemms(GemmBackend):
             observed=observed,
             sums=sums,
         )
-        return found
+        return QuantizedTensor(matrix.shape, matrix.dtype, spec, *cast[:4]), cast.sums
+
+    def cast(
+        self,
+        tensor: str,
+        matrix: torch.Tensor,
+        rng_step: RngStep,
+        request: CastRequest,
+        amax: KnownAmax | None = None,
+    ) -> Sequence[torch.Tensor | None]:
+        """As ``GemmBackend``: of one launch, which gives each tensor memory of its own."""
+        made, sums = self.quantize(tensor, matrix, rng_step, request, amax)
+        return made.rowwise_data, made.rowwise_scale, made.columnwise_data, made.columnwise_scale, sums
 
     def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor:
         """As ``GemmBackend``."""

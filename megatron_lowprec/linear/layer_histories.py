@@ -106,7 +106,7 @@ class LayerHistories:
         record if a reentrant checkpoint is not recomputed. The device is waited for, in the first step only; ranks with
         shards of the weight compare its whole norm, so they agree.
         """
-        if any(history.known_amax for history in self._by_spec.values()):
+        if any(history.any_in_effect for history in self._by_spec.values()):
             return False
         if capturing() or weight.is_meta or isinstance(weight, (Fp8Weight, GatheredWeight)):
             return False

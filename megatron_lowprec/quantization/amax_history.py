@@ -105,7 +105,7 @@ class AmaxHistory:
         self.newest.nan_to_num_(nan=0.0, posinf=0.0)
 
     @property
-    def known_amax(self) -> bool:
+    def any_in_effect(self) -> bool:
         """Whether a tensor had an amax in effect when that was last read."""
         return True in self._filled
 

@@ -157,9 +157,10 @@ def cells_of(histories: Sequence[tuple[AmaxHistory, int]]) -> tuple[Any, Any]:
     Each is one view [tensors] if a history has the tensors at equal distances, else a sequence of views [1].
     """
     (history, first), (_, second) = histories[0], histories[min(1, len(histories) - 1)]
-    slots = range(first, first + len(histories) * max(1, second - first), max(1, second - first))
+    step = max(1, second - first)
+    slots = range(first, first + len(histories) * step, step)
     if all(other is history and slot == at for at, (other, slot) in zip(slots, histories, strict=True)):
-        own, history.recorded = slice(slots.start, slots.stop, slots.step), True
+        own, history.recorded = slice(first, slots.stop, step), True
         return history.in_effect[own], history.newest[own]
     in_effect, newest = zip(*(history.cells(slot) for history, slot in histories), strict=True)
     return in_effect, newest

@@ -135,10 +135,10 @@ def cast_fp8(
     if known is None:
         known = _prepare(prologue_of(x), rule, rowwise, columnwise, observed is not None, sums)
     specialized, programs, layouts, empty, partial_rows, sizes, specialized_sizes = known
-    made = [None if each is None else empty(each.size, each.stride, each.dtype) for each in layouts]
-    for each, tensor in zip(layouts, made) if rule.granularity == "128x128" else ():
-        if tensor is not None and each.padded:
-            tensor.zero_()
+    made = [
+        None if each is None else each.empty(device) if each.padded else empty(each.size, each.stride, each.dtype)
+        for each in layouts
+    ]
     partials = None
     if sums:
         partials = torch.empty((1, partial_rows, sizes[3]), dtype=torch.float32, device=device)

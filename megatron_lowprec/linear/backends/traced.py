@@ -168,9 +168,10 @@ not know; autograd refuses a backward pass that writes a tensor of its graph whe
 
 
 _SWITCH = "MEGATRON_LOWPREC_INDUCTOR_LAUNCHES"
-if os.environ.get(_SWITCH, "1") not in ("0", "1"):
-    raise UserError(f"{_SWITCH}={os.environ[_SWITCH]}: wants 0 or 1")
-INDUCTOR_LAUNCHES = os.environ.get(_SWITCH, "1") == "1"
+_switched = os.environ.get(_SWITCH, "1")
+if _switched not in ("0", "1"):
+    raise UserError(f"{_SWITCH}={_switched}: wants 0 or 1")
+INDUCTOR_LAUNCHES = _switched == "1"
 """Whether Inductor launches casts of an FP8 backend that have a plan, without this package; set before tracing."""
 
 

@@ -6,6 +6,7 @@ operator of its own, ``begin_pass``, which the compiler keeps in order, and does
 activations. Its casts find the layer by the result.
 """
 
+import warnings
 import weakref
 from functools import lru_cache
 from itertools import count
@@ -48,7 +49,23 @@ def traced_pass(identity: torch.Tensor | None, grad: bool) -> torch.Tensor | Non
         identity: of ``identity_of``; None for a layer without state.
         grad: whether gradients are enabled.
     """
-    return None if identity is None else always_saved(begin_pass, identity, grad)
+    if identity is None:
+        return None
+    _warn_of_repeated_captures()
+    return always_saved(begin_pass, identity, grad)
+
+
+def _warn_of_repeated_captures() -> None:
+    from torch._inductor import config, utils
+
+    # torch 2.13 knows that operators between captured parts save tensors at other addresses in each step
+    if config.triton.cudagraphs and not hasattr(utils, "get_static_bw_input_idxs"):
+        warnings.warn(
+            f'mode="reduce-overhead" with draws or amax histories: torch {torch.__version__} captures a backward pass '
+            "again whenever saved codes lie elsewhere; use torch 2.13, another mode, or a recipe without state such as "
+            "fp8_current",
+            stacklevel=2,
+        )
 
 
 def always_saved(operator: Any, *arguments: Any) -> torch.Tensor:

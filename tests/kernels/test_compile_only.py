@@ -13,7 +13,7 @@ import pytest
 @pytest.mark.parametrize(
     ("arch", "parts", "kernel"),
     [
-        ("90", ["casts", "mx_operands", "around_linears"], "layernorm.triton._forward_kernel"),
+        ("90", ["casts", "mx_operands", "around_linears"], "layernorm.triton._norm_forward_kernel"),
         ("100", ["mx_operands"], "quantize.triton._mx_kernel"),  # which has instructions of its own there
     ],
 )

@@ -1,6 +1,7 @@
 """Compiled layers: one graph, the bits of eager mode, no recompilation, state, and what the generated code contains."""
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._inductor import utils as inductor_utils
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
@@ -164,6 +166,22 @@ def test_amaxes_follow_a_weight_that_a_wrapper_has_moved(monkeypatch: pytest.Mon
     monkeypatch.setattr(LayerHistories, "begin_pass", lambda *_: seen.append("pass"))
     torch.compile(layer, backend="aot_eager", fullgraph=True)(torch.randn(32, 32))
     assert seen == [torch.device("cpu"), "pass"]
+
+
+@pytest.mark.parametrize(
+    ("name", "knows", "said"), [("fp8_delayed", False, True), ("fp8_delayed", True, False), ("mxfp8", False, False)]
+)
+def test_repeated_captures_are_said(name: str, knows: bool, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a backward pass, by a torch that takes addresses of saved codes as fixed."""
+    monkeypatch.setattr(inductor_utils, "get_static_bw_input_idxs", None, raising=False)
+    if not knows:
+        monkeypatch.delattr(inductor_utils, "get_static_bw_input_idxs")
+    layer = converted(name, One)
+    layer.compile(backend="aot_eager", fullgraph=True)
+    with torch._inductor.config.patch("triton.cudagraphs", True), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        steps_of(layer, 1)
+    assert any("captures a backward pass again" in str(each.message) for each in found) == said
 
 
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import megatron_lowprec
 from megatron_lowprec.errors import UserError
 from tools.bench import profile
 from tools.bench.__main__ import build_parser, main
@@ -18,9 +20,9 @@ KERNELS: tuple[tuple[str, float, float], ...] = (
     ("nvjet_qqtst_128x256_128x6_2x1_v_bz_coopB_TNT", 0.0, 400.0),
     ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", 400.0, 100.0),
     ("_cast_kernel", 500.0, 40.0),
-    ("_swiglu_kernel", 560.0, 20.0),
+    ("_swiglu_forward_kernel", 560.0, 20.0),
     ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 570.0, 50.0),
-    ("_forward_kernel", 610.0, 20.0),
+    ("_norm_forward_kernel", 610.0, 20.0),
     ("Memcpy DtoD (Device -> Device)", 630.0, 10.0),
     ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", 700.0, 50.0),
     ("_adam_update_kernel", 750.0, 50.0),
@@ -32,9 +34,9 @@ KINDS = {
     "GEMMs": 400.0,
     "attention": 100.0,
     "casts": 40.0,
-    "SwiGLU": 20.0,
+    "SwiGLU, GELU": 20.0,
     "NCCL": 50.0,
-    "norms and dropout": 20.0,
+    "norms": 20.0,
     "copies": 10.0,
     "elementwise": 50.0,
     "update": 50.0,
@@ -45,6 +47,8 @@ KINDS = {
     "idle": 830.0 - 740.0 - 10.0,  # two streams share 20 microseconds; gaps of 20 and 60
     "step": 830.0,
 }
+
+_KERNEL = re.compile(r"^@triton\.jit(?:\([^)]*\))?\ndef (\w+_kernel)\(", re.MULTILINE)
 
 
 @pytest.fixture
@@ -62,9 +66,17 @@ def trace(tmp_path: Path) -> Path:
 def test_a_trace_by_kind(trace: Path) -> None:
     rows = {row["kind"]: row for row in profile.table(profile.kernels_of(trace), {"GEMMs": 0.2, "casts": 0.1})}
     assert {kind: row["ms"] for kind, row in rows.items()} == pytest.approx({k: us / 1e3 for k, us in KINDS.items()})
+    assert rows["GEMMs"]["kernels"] == [{"name": KERNELS[0][0], "ms": pytest.approx(0.4), "launches": 1}]
     assert rows["step"]["launches"] == len(KERNELS)
     assert rows["step"]["floor_ms"] == pytest.approx(0.3)
     assert rows["idle"]["share"] == pytest.approx(80 / 830)
+
+
+def test_every_kernel_of_the_package_has_a_name_and_a_kind() -> None:
+    sources = (Path(megatron_lowprec.__file__).parent / "kernels").rglob("*.py")
+    names = [name for source in sources for name in _KERNEL.findall(source.read_text())]
+    assert len(names) == len(set(names)) > 40
+    assert [name for name in names if profile.kind_of(name) == "other"] == []
 
 
 def test_from_the_command_line(trace: Path, tmp_path: Path) -> None:
@@ -85,7 +97,7 @@ def test_floors_of_8b() -> None:
     assert plain["GEMMs"] == pytest.approx(6 * tokens * weights / 1e15 * 1e3 + head)
     assert native["GEMMs"] == pytest.approx(6 * tokens * weights / 2e15 * 1e3 + head)
     assert plain["attention"] == native["attention"] == pytest.approx(6 * tokens * 32 * 4096 * 8192 / 1e15 * 1e3)
-    assert plain["SwiGLU"] == pytest.approx(16 * tokens * 32 * 14336 / 4e12 * 1e3)
+    assert plain["SwiGLU, GELU"] == pytest.approx(16 * tokens * 32 * 14336 / 4e12 * 1e3)
     assert "casts" not in plain
     width = 32 * (4096 + 6144 + 4096 + 4096 + 4096 + 28672 + 14336 + 4096)
     assert native["casts"] == pytest.approx(4 * (tokens * width + weights) / 4e12 * 1e3)

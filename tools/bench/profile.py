@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,15 @@ from tools.bench.step import models_with_config
 KINDS: dict[str, str] = {
     "NCCL": "nccl",
     "attention": "flash|fmha|sdpa|attention",
-    "casts": "cast|quantize|amax|transpose|codes",
-    "SwiGLU": "swiglu",
-    "update": "adam|_update_kernel|multi_tensor",
-    "GEMMs": "gemm|nvjet|cutlass|xmma|cublas|splitk",
-    "norms and dropout": r"norm|_statistics_kernel|^_(forward|backward)_kernel",
+    "update": "adam|muon|multi_tensor_apply",
+    "GEMMs": "gemm|wgrad|nvjet|cutlass|xmma|cublas|splitk",
+    "SwiGLU, GELU": "swiglu|gelu",
+    "norms": "norm",
+    "dropout, biases": "dropout|bias",
     "rope": "rope",
     "loss": "logit|cross_entropy|softmax",
+    "FP8-LM's gradients": "_gradient_",
+    "casts": "cast|quantize|amax|transpose|codes|_mx_kernel|_pad_groups|_scale_of_groups|_packed|_signs|_stats",
     "copies": "memcpy|memset|copy|catarray|fillfunctor",
     "elementwise": "elementwise|reduce_kernel|functor|indexing|index",
 }
@@ -50,6 +53,7 @@ COLUMNS = (
     Column("launches", "launches", "d"),
 )
 _START = 6  # iterations before the profiled one
+_LONGEST = 8  # kernels of a kind that are kept by name
 
 
 def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
@@ -124,16 +128,31 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.I)), "other")
 
 
+def by_name(kernels: Sequence[Kernel]) -> list[Row]:
+    """The kernels with the longest times, each with its launches."""
+    taken: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        taken[kernel.name[:120]].append(kernel.end - kernel.start)
+    longest = sorted(taken.items(), key=lambda each: -sum(each[1]))[:_LONGEST]
+    return [{"name": name, "ms": sum(times) / 1e3, "launches": len(times)} for name, times in longest]
+
+
 def table(kernels: Sequence[Kernel], floor_ms: dict[str, float]) -> list[Row]:
     """Rows of a step: each kind, exposed NCCL, idle time, and the whole."""
     step = max(kernel.end for kernel in kernels) - kernels[0].start
-    taken: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "other")}
+    taken: dict[str, list[Kernel]] = {kind: [] for kind in (*KINDS, "other")}
     for kernel in kernels:
-        taken[kind_of(kernel.name)].append(kernel.end - kernel.start)
+        taken[kind_of(kernel.name)].append(kernel)
     rows: list[Row] = [
-        {"kind": kind, "ms": sum(times) / 1e3, "launches": len(times), "floor_ms": floor_ms.get(kind)}
-        for kind, times in taken.items()
-        if times
+        {
+            "kind": kind,
+            "ms": sum(each.end - each.start for each in own) / 1e3,
+            "launches": len(own),
+            "floor_ms": floor_ms.get(kind),
+            "kernels": by_name(own),
+        }
+        for kind, own in taken.items()
+        if own
     ]
     others = [kernel for kernel in kernels if kind_of(kernel.name) != "NCCL"]
     busy, computing = covered(kernels), covered(others)
@@ -165,8 +184,8 @@ def floors(model: ModelShape, recipe: str, args: argparse.Namespace) -> dict[str
     }
     moved = {
         "casts": 4.0 * (tokens * width + weights) if native else 0.0,
-        "SwiGLU": 16.0 * tokens * layers * ffn if config.swiglu else 0.0,
-        "norms and dropout": (4.0 + 8.0) * 2 * tokens * layers * hidden,
+        "SwiGLU, GELU": 16.0 * tokens * layers * ffn if config.swiglu else 0.0,
+        "norms": (4.0 + 8.0) * 2 * tokens * layers * hidden,
         "update": 30.0 * num_non_embedding_parameters(config) / args.gpus,
     }
     found = seconds | {kind: size / (args.bandwidth * 1e12) for kind, size in moved.items() if size}

@@ -15,7 +15,7 @@ _INF_BITS = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def _update_kernel(
+def _amax_history_kernel(
     newest_ptr,
     window_ptr,
     in_effect_ptr,
@@ -63,7 +63,7 @@ def update_history_(
     """As ``reference.update_history_``; contiguous tensors, entries not negative."""
     length, N = window.shape
     grid = (triton.cdiv(N, _TENSORS),)
-    _update_kernel[grid](
+    _amax_history_kernel[grid](
         newest,
         window,
         in_effect,

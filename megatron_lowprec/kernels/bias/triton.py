@@ -11,7 +11,7 @@ _ROWS, _COLUMNS = 8, 1024
 
 
 @triton.jit
-def _add_kernel(y_ptr, bias_ptr, T, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _bias_add_kernel(y_ptr, bias_ptr, T, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < T)[:, None] & (columns < N)[None, :]
@@ -26,5 +26,5 @@ def add_bias_(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """As ``reference.add_bias_``; y contiguous."""
     T, N = y.shape
     grid = (triton.cdiv(T, _ROWS), triton.cdiv(N, _COLUMNS))
-    _add_kernel[grid](y, bias, T, N, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
+    _bias_add_kernel[grid](y, bias, T, N, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
     return y

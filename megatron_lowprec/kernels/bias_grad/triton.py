@@ -19,7 +19,7 @@ _ROWS, _COLUMNS, _WARPS = 64, 32, 4
 
 
 @triton.jit
-def _sum_kernel(partial_ptr, out_ptr, P, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _bias_grad_sum_kernel(partial_ptr, out_ptr, P, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     rows = tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     which = tl.program_id(1)
@@ -45,9 +45,9 @@ def sum_partials(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def sum_launch(partial: str, P: Any, N: Any, out: str) -> Launch:
     """``sum_partials`` of one fp32 [P, N], by the names of the tensors, as a launch."""
     arguments = {"partial_ptr": partial, "out_ptr": out, "P": P, "N": N, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    return Launch(with_warps(_sum_kernel, _WARPS), (-(-N // _COLUMNS), 1, 1), arguments)
+    return Launch(with_warps(_bias_grad_sum_kernel, _WARPS), (-(-N // _COLUMNS), 1, 1), arguments)
 
 
 @cache
 def _launcher() -> Specialized:
-    return Specialized(_sum_kernel, {"ROWS": _ROWS, "COLUMNS": _COLUMNS}, num_warps=_WARPS)
+    return Specialized(_bias_grad_sum_kernel, {"ROWS": _ROWS, "COLUMNS": _COLUMNS}, num_warps=_WARPS)

@@ -19,7 +19,7 @@ _SUM_BLOCK, _GRADIENT_BLOCK, _WARPS = 4096, 8192, 8
 
 
 @triton.jit
-def _sums_kernel(
+def _logit_sums_kernel(
     logits_ptr, targets_ptr, maximum_ptr, total_ptr, target_ptr, first, V, BLOCK: tl.constexpr, GROUP: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -42,7 +42,7 @@ def _sums_kernel(
 
 
 @triton.jit
-def _gradient_kernel(logits_ptr, targets_ptr, log_total_ptr, dloss_ptr, first, V, BLOCK: tl.constexpr):
+def _logit_gradient_kernel(logits_ptr, targets_ptr, log_total_ptr, dloss_ptr, first, V, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits_ptr += row * V
@@ -57,7 +57,7 @@ def logit_sums(logits: torch.Tensor, targets: torch.Tensor, first: int) -> Logit
     """As ``reference.logit_sums``; contiguous."""
     T, V = logits.shape
     sums = LogitSums(*torch.empty((3, T), dtype=torch.float32, device=logits.device))
-    _sums_kernel[(T,)](logits, targets, *sums, first, V, BLOCK=_SUM_BLOCK, GROUP=8, num_warps=_WARPS)
+    _logit_sums_kernel[(T,)](logits, targets, *sums, first, V, BLOCK=_SUM_BLOCK, GROUP=8, num_warps=_WARPS)
     return sums
 
 
@@ -67,5 +67,5 @@ def logits_gradient_(
     """As ``reference.logits_gradient_``; contiguous."""
     T, V = logits.shape
     grid = (T, triton.cdiv(V, _GRADIENT_BLOCK))
-    _gradient_kernel[grid](logits, targets, log_total, dloss, first, V, BLOCK=_GRADIENT_BLOCK, num_warps=_WARPS)
+    _logit_gradient_kernel[grid](logits, targets, log_total, dloss, first, V, BLOCK=_GRADIENT_BLOCK, num_warps=_WARPS)
     return logits

@@ -35,7 +35,7 @@ def factors(rows, first_column, key_ptr, threshold, scale, COLUMNS: tl.constexpr
 
 
 @triton.jit
-def _forward_kernel(
+def _dropout_forward_kernel(
     x_ptr,
     bias_ptr,
     residual_ptr,
@@ -65,7 +65,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _dropout_backward_kernel(
     dout_ptr,
     dx_ptr,
     partial_ptr,
@@ -113,7 +113,7 @@ def bias_dropout_add(
     """As ``reference.bias_dropout_add``; x and residual contiguous."""
     T, H = x.shape
     out = torch.empty_like(x)
-    _forward_kernel[(triton.cdiv(T, _FORWARD_ROWS), triton.cdiv(H, _COLUMNS))](
+    _dropout_forward_kernel[(triton.cdiv(T, _FORWARD_ROWS), triton.cdiv(H, _COLUMNS))](
         x,
         x if bias is None else bias,
         residual,
@@ -151,7 +151,7 @@ def bias_dropout_add_backward(
     programs = triton.cdiv(T, rows)
     dx = torch.empty_like(dout) if drops else dout
     partial = torch.empty((1, programs, H if bias_dtype else 0), dtype=torch.float32, device=dout.device)
-    _backward_kernel[(programs, across)](
+    _dropout_backward_kernel[(programs, across)](
         dout,
         dx,
         partial,

@@ -46,7 +46,7 @@ def gelu_slope_of(x):
 
 
 @triton.jit
-def _forward_kernel(
+def _gelu_forward_kernel(
     y_ptr, bias_ptr, out_ptr, amax_ptr, T, F, OBSERVES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -62,7 +62,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _gelu_backward_kernel(
     dout_ptr,
     y_ptr,
     bias_ptr,
@@ -105,7 +105,7 @@ def bias_gelu(y: torch.Tensor, bias: torch.Tensor, amax: torch.Tensor | None = N
     T, F = y.shape
     out = torch.empty_like(y)
     grid = (triton.cdiv(T, _FORWARD_ROWS), triton.cdiv(F, _COLUMNS))
-    _forward_kernel[grid](
+    _gelu_forward_kernel[grid](
         y,
         bias,
         out,
@@ -130,7 +130,7 @@ def bias_gelu_backward(
     programs = triton.cdiv(T, rows)
     dy = torch.empty_like(y)
     partial = torch.empty((1, programs, F), dtype=torch.float32, device=y.device)
-    _backward_kernel[(programs, across)](
+    _gelu_backward_kernel[(programs, across)](
         dout,
         y,
         bias,

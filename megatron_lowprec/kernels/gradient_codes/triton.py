@@ -29,7 +29,7 @@ _FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
-def _partial_amax_kernel(values_ptr, partial_ptr, count, BLOCK: tl.constexpr):
+def _gradient_amax_kernel(values_ptr, partial_ptr, count, BLOCK: tl.constexpr):
     found = tl.zeros([BLOCK], tl.float32)
     for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = block + tl.arange(0, BLOCK)
@@ -44,14 +44,14 @@ def _gradient_scale(amax, mu_ptr, CAST: tl.constexpr):
 
 
 @triton.jit
-def _scale_kernel(amax_ptr, mu_ptr, scale_ptr, count, CAST: tl.constexpr, BLOCK: tl.constexpr):
+def _gradient_scale_kernel(amax_ptr, mu_ptr, scale_ptr, count, CAST: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + at, mask=at < count, other=0.0)
     tl.store(scale_ptr + at, _gradient_scale(amax, mu_ptr, CAST), mask=at < count)
 
 
 @triton.jit
-def _cast_kernel(
+def _gradient_cast_kernel(
     values_ptr,
     codes_ptr,
     amax_ptr,
@@ -75,7 +75,7 @@ def _cast_kernel(
 
 
 @triton.jit
-def _count_kernel(codes_ptr, partial_ptr, count, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+def _gradient_count_kernel(codes_ptr, partial_ptr, count, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
     found = tl.zeros([BLOCK], tl.int32)
     for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = block + tl.arange(0, BLOCK)
@@ -97,7 +97,7 @@ def _requantize_kernel(
 
 
 @triton.jit
-def _sum_kernel(
+def _gradient_sum_kernel(
     received_ptr,
     total_ptr,
     table_ptr,
@@ -139,9 +139,9 @@ def _launchers(fmt: Format, device: torch.device) -> tuple[Specialized, Speciali
     constants = rule.constants(True, False, False, False, KINDS["matrix"], (0, 0), device)
     cast = {"CAST": constants, "PARTS": _MOST_PARTS, "BLOCK": _BLOCK}
     return (
-        Specialized(_scale_kernel, {"CAST": constants, "BLOCK": _SCALES}),
-        Specialized(_partial_amax_kernel, {"BLOCK": _BLOCK}, num_warps=8),
-        Specialized(_cast_kernel, cast, num_warps=8),
+        Specialized(_gradient_scale_kernel, {"CAST": constants, "BLOCK": _SCALES}),
+        Specialized(_gradient_amax_kernel, {"BLOCK": _BLOCK}, num_warps=8),
+        Specialized(_gradient_cast_kernel, cast, num_warps=8),
     )
 
 
@@ -175,7 +175,7 @@ def count_saturated(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     """As ``reference.count_saturated``."""
     partial = torch.empty(_parts(codes.numel()), dtype=torch.int32, device=codes.device)
     constants = {"LARGEST": largest_code(fmt), "BLOCK": _BLOCK}
-    _count_kernel[partial.numel(),](codes, partial, codes.numel(), **constants, num_warps=8)
+    _gradient_count_kernel[partial.numel(),](codes, partial, codes.numel(), **constants, num_warps=8)
     return partial.sum()
 
 
@@ -199,7 +199,9 @@ def sum_codes_(
     assert received.stride(1) == total.stride(0) == 1
     grid, table, options = _launch(tensors, fmt, received, total)
     if grid[0]:
-        _sum_kernel[grid](received, total, table, factor.contiguous(), stride, RANKS=ranks, ROUNDS=rounds, **options)
+        _gradient_sum_kernel[grid](
+            received, total, table, factor.contiguous(), stride, RANKS=ranks, ROUNDS=rounds, **options
+        )
 
 
 def _launch(

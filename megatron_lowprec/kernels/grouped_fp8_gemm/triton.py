@@ -28,7 +28,7 @@ ROW, BLOCKS = tl.constexpr(_NUMBERS["row"]), tl.constexpr(_NUMBERS["1x128"])
 
 
 @triton.jit
-def _pad_kernel(x_ptr, out_ptr, table_ptr, N, GROUPS: tl.constexpr, PADDED: tl.constexpr, BN: tl.constexpr):
+def _pad_groups_kernel(x_ptr, out_ptr, table_ptr, N, GROUPS: tl.constexpr, PADDED: tl.constexpr, BN: tl.constexpr):
     """Copies blocks of rows. Table, int64 [4, GROUPS]: rows, first padded row, first row, first block."""
     block = tl.program_id(0)
     matrix = group_of(table_ptr + 3 * GROUPS, block, GROUPS, PADDED)
@@ -61,7 +61,7 @@ def _grouped_fp8_gemm_kernel(
     GROUPS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Tiles and steps of one block. Table as in ``_pad_kernel``, and a fifth row: address of b."""
+    """Tiles and steps of one block. Table as in ``_pad_groups_kernel``, and a fifth row: address of b."""
     tiles_n = tl.cdiv(N, _BLOCK)
     row_tile = tl.program_id(0) // tiles_n
     tile_n = tl.program_id(0) % tiles_n
@@ -183,7 +183,7 @@ def pad_groups(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     out = torch.empty((blocks * BLOCK, x.shape[1]), dtype=x.dtype, device=x.device)
     grid = (blocks, -(-x.shape[1] // 64))
     constants = {**constants_of_groups(len(rows)), "BN": 64}
-    launch(_pad_kernel, grid, (x, out, _table(rows, x.device), x.shape[1]), constants)
+    launch(_pad_groups_kernel, grid, (x, out, _table(rows, x.device), x.shape[1]), constants)
     return out
 
 

@@ -73,7 +73,7 @@ def store_statistics(
 
 
 @triton.jit
-def _forward_kernel(
+def _norm_forward_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -105,7 +105,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _norm_backward_kernel(
     dy_ptr,
     x_ptr,
     weight_ptr,
@@ -166,7 +166,7 @@ def _backward_kernel(
 
 
 @triton.jit
-def _statistics_kernel(
+def _norm_statistics_kernel(
     x_ptr, mean_ptr, rstd_ptr, T, eps,
     WIDTH: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -210,7 +210,7 @@ def norm(
     mean = torch.empty(T, dtype=torch.float32, device=x.device) if bias is not None else None
     rstd = torch.empty(T, dtype=torch.float32, device=x.device)
     sizes = tiling(width)
-    _forward_kernel[(triton.cdiv(T, sizes.rows),)](
+    _norm_forward_kernel[(triton.cdiv(T, sizes.rows),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -235,7 +235,7 @@ def statistics(x: torch.Tensor, eps: float, centered: bool) -> torch.Tensor:
     T, width = x.shape
     found = torch.empty((1 + centered, T), dtype=torch.float32, device=x.device)
     sizes = tiling(width)
-    _statistics_kernel[(triton.cdiv(T, sizes.rows),)](
+    _norm_statistics_kernel[(triton.cdiv(T, sizes.rows),)](
         x,
         found[-1],
         found[0],
@@ -268,7 +268,7 @@ def norm_backward(
     programs = triton.cdiv(T, rows)
     dx = torch.empty_like(x)
     partial = torch.empty((1 if mean is None else 2, programs, width), dtype=torch.float32, device=x.device)
-    _backward_kernel[(programs,)](
+    _norm_backward_kernel[(programs,)](
         dy,
         x,
         weight,

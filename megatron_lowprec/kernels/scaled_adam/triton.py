@@ -229,7 +229,7 @@ def _updated(row, at, inside, numbers, factor, SLOT: tl.constexpr):
 
 
 @triton.jit
-def _amax_kernel(table_ptr, amax_ptr, factor_ptr, numbers, SLOT: tl.constexpr, BLOCK: tl.constexpr):
+def _adam_amax_kernel(table_ptr, amax_ptr, factor_ptr, numbers, SLOT: tl.constexpr, BLOCK: tl.constexpr):
     row, count = _tensor(table_ptr, SLOT)
     factor = tl.load(factor_ptr)
     first, second, main = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -245,7 +245,7 @@ def _amax_kernel(table_ptr, amax_ptr, factor_ptr, numbers, SLOT: tl.constexpr, B
 
 
 @triton.jit(do_not_specialize=["step"])
-def _update_kernel(
+def _adam_update_kernel(
     table_ptr,
     scale_ptr,
     factor_ptr,
@@ -367,7 +367,7 @@ def update_amax(slots: Sequence[Slot], step: Hyperparameters, grad_factor: torch
     """As ``reference.update_amax``, bit for bit; all slots have the same dtypes and rounding."""
     amax = torch.zeros(len(slots), 3, device=slots[0].grad.device)
     found, factor = _describe(slots, scaled=True), _one(amax.device) if grad_factor is None else grad_factor
-    _amax_kernel[found.grid](found.table, amax, factor, Numbers.of(step), SLOT=found.constants, **_OPTIONS)
+    _adam_amax_kernel[found.grid](found.table, amax, factor, Numbers.of(step), SLOT=found.constants, **_OPTIONS)
     return amax
 
 
@@ -384,7 +384,7 @@ def update_(
     state = StateConstants(*(code_constants(fmt, device) for fmt in formats))
     factor = _one(device) if grad_factor is None else grad_factor
     scales = factor if encode_scales is None else encode_scales.contiguous()
-    _update_kernel[found.grid](
+    _adam_update_kernel[found.grid](
         found.table, scales, factor, Numbers.of(step), step.step, SLOT=found.constants, STATE=state, **_OPTIONS
     )
     if encode_scales is not None:

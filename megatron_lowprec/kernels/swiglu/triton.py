@@ -37,7 +37,9 @@ def swiglu_slopes_of(gate, up):
 
 
 @triton.jit
-def _forward_kernel(h_ptr, out_ptr, amax_ptr, T, F, OBSERVES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _swiglu_forward_kernel(
+    h_ptr, out_ptr, amax_ptr, T, F, OBSERVES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < T)[:, None] & (columns < F)[None, :]
@@ -52,7 +54,7 @@ def _forward_kernel(h_ptr, out_ptr, amax_ptr, T, F, OBSERVES: tl.constexpr, ROWS
 
 
 @triton.jit
-def _backward_kernel(
+def _swiglu_backward_kernel(
     dout_ptr, h_ptr, dh_ptr, amax_ptr, T, F, OBSERVES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -76,7 +78,7 @@ def swiglu(h: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
     """As ``reference.swiglu``; h contiguous."""
     T, F = h.shape[0], h.shape[1] // 2
     out = torch.empty((T, F), dtype=h.dtype, device=h.device)
-    _forward_kernel[triton.cdiv(T, _ROWS), triton.cdiv(F, _COLUMNS)](
+    _swiglu_forward_kernel[triton.cdiv(T, _ROWS), triton.cdiv(F, _COLUMNS)](
         h,
         out,
         out if amax is None else amax,
@@ -94,7 +96,7 @@ def swiglu_backward(dout: torch.Tensor, h: torch.Tensor, amax: torch.Tensor | No
     """As ``reference.swiglu_backward``; dout and h contiguous."""
     T, F = dout.shape
     dh = torch.empty_like(h)
-    _backward_kernel[triton.cdiv(T, _ROWS), triton.cdiv(F, _COLUMNS)](
+    _swiglu_backward_kernel[triton.cdiv(T, _ROWS), triton.cdiv(F, _COLUMNS)](
         dout,
         h,
         dh,

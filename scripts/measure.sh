@@ -266,15 +266,14 @@ eight() {
 
 llama() {
     local recipe flags failed=0
-    eight 16 fp8_current || failed=1
-    eight 16 bf16 || failed=1
-    for recipe in fp8_current bf16 fp8_delayed; do
-        bench "profile-$recipe" profile --shapes 8b --recipes "$recipe" --gpus "$gpus" --microbatches 4 || failed=1
-    done
-    for flags in "1 bf16" "1 fp8_current" "16 fp8_current --fp8-accumulate-wgrad" \
-        "16 fp8_current --output-layer-chunk-size 1024" "16 fp8_delayed" "16 mxfp8" "1 mxfp8" "16 fp8_current $plain"; do
+    for flags in "16 fp8_current" "16 fp8_current --fp8-accumulate-wgrad" \
+        "16 fp8_current --output-layer-chunk-size 1024" "16 bf16" "16 fp8_delayed" "1 bf16" "1 fp8_current" \
+        "16 mxfp8" "1 mxfp8" "16 fp8_current $plain"; do
         # shellcheck disable=SC2086 # microbatches, a recipe, and flags after it
         eight $flags || failed=1
+    done
+    for recipe in fp8_current bf16 fp8_delayed; do
+        bench "profile-$recipe" profile --shapes 8b --recipes "$recipe" --gpus "$gpus" --microbatches 4 || failed=1
     done
     [ -n "${CLIENT:-}" ] || return $failed
     for flags in "" "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather" \

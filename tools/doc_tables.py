@@ -14,6 +14,7 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     options GROUP                  the options of a class, as they are declared
     transformer_engine             how each recipe runs in TransformerEngine, or why not
     experiment FILE TABLE COLUMN ...  a table of tools/numerics.py, by the JSON file's keys; all columns without names
+    bench FILE COLUMN ...          rows of tools.bench; COLUMN is KEY for all, KEY=PATTERN for those rows alone
     quality FILE                   the main table of tools/report.py on an archive of runs, of all groups
     ladder FILE ...                the table of gaps by model and budget of archives' runs
     claims FILE ... N ...          what archives' runs measure of claims, and the verdicts: of these groups, or of all
@@ -35,9 +36,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
+from fnmatch import fnmatchcase
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from megatron_lowprec.errors import Parser
 from megatron_lowprec.linear.backends.table import UNVERIFIED, choose
@@ -368,6 +371,36 @@ def _experiment(page: Path, name: str, table: str, *keys: str) -> Iterator[Row]:
         yield ["" if value is None else format(value, form) for value, form in values]
 
 
+_BENCH: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "variant": ("", lambda row: str(row["variant"]).partition(",")[0]),
+    "mode": ("", lambda row: str(row["variant"]).partition(", ")[2] or "eager"),
+    "kind": ("", lambda row: str(row["kind"])),
+    "ms": ("ms", lambda row: f"{row['ms']:.1f}{_apart(row)}"),
+    "range": ("range", lambda row: f"{row['low']:.1f} to {row['high']:.1f}"),
+    "over_bf16": ("over bf16", lambda row: f"{row['over_bf16']:.3f}"),
+    "kernel_ms": ("kernels", lambda row: f"{row['kernel_ms']:.1f}"),
+    "host_ms": ("host", lambda row: f"{row['host_ms']:.0f}"),
+    "share": ("share", lambda row: f"{row['share']:.0%}"),
+    "floor_ms": ("floor", lambda row: "" if row.get("floor_ms") is None else f"{row['floor_ms']:.0f}"),
+}
+_NEAR = 0.05  # rounds that are said to differ
+
+
+def _apart(row: dict[str, Any]) -> str:
+    return f" (rounds {row['noise']:.0%} apart)" if row.get("noise", 0.0) > _NEAR else ""
+
+
+def _bench(page: Path, name: str, *columns: str) -> Iterator[Row]:
+    """Milliseconds; a range is from the 20th to the 80th percentile."""
+    content = json.loads((page.parent / name).read_text(encoding="utf-8"))
+    rows = [row for table in content["tables"] for row in table["rows"] if not row.get("failed")]
+    shown = [column for column in columns if "=" not in column]
+    for key, pattern in (column.split("=") for column in columns if "=" in column):
+        rows = [row for row in rows if fnmatchcase(str(row[key]), pattern)]
+    yield [_BENCH[key][0] for key in shown]
+    yield from ([_BENCH[key][1](row) for key in shown] for row in rows)
+
+
 def _quality(page: Path, name: str) -> Iterator[Row]:
     report = _report(page.parent / name)
     confidence = report.claims.rules.confidence
@@ -501,6 +534,7 @@ _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "weights": _weights,
     "scores": _scores,
     "experiment": _experiment,
+    "bench": _bench,
 }
 
 

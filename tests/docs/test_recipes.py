@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import re
 import typing
 from pathlib import Path
@@ -63,6 +64,23 @@ def test_a_changed_recipe_changes_its_table(monkeypatch: pytest.MonkeyPatch) -> 
     changed = load_recipe("mxfp8", ["dgrad.grad_output.scale_rule=ceil", "name=mxfp8"])
     monkeypatch.setitem(registry._RECIPES, "mxfp8", changed)
     assert doc_tables.rewritten(page) != page.read_text(encoding="utf-8")
+
+
+def test_a_table_of_a_bench(tmp_path: Path) -> None:
+    rows = [
+        {"variant": "bf16", "ms": 2.0, "noise": 0.06, "over_bf16": 1.0},
+        {"variant": "mxfp8, compiled", "ms": 3.04, "noise": 0.05, "over_bf16": 1.52},
+        {"variant": "fp8, compiled", "failed": "out of memory"},
+    ]
+    (tmp_path / "a.json").write_text(json.dumps({"tables": [{"rows": rows}]}))
+    page, text = tmp_path / "a.md", "<!-- table: bench a.json {}variant mode ms over_bf16 -->\n<!-- end of table -->\n"
+    page.write_text(text.format(""))
+    head, _, plain, compiled = doc_tables.rewritten(page).splitlines()[1:-1]
+    assert head == "|  |  | ms | over bf16 |"
+    assert plain == "| bf16 | eager | 2.0 (rounds 6% apart) | 1.000 |"
+    assert compiled == "| mxfp8 | compiled | 3.0 | 1.520 |"
+    page.write_text(text.format("variant=*compiled "))
+    assert doc_tables.rewritten(page).splitlines()[3:-1] == [compiled]
 
 
 def test_a_table_of_an_operand_shows_every_field() -> None:

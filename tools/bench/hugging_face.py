@@ -6,6 +6,7 @@ Each variant has a model of its own with the same random weights. "Compiled" is 
 
 import argparse
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -196,6 +197,8 @@ def _rows(name: str, args: argparse.Namespace, bench: Bench, report: Report, tor
         except errors() as error:
             yield {**named, "variant": variant, "failed": one_line(error)}
         report.progress(f"{name} {variant}: {'ready' if variant in steps else 'failed'}")
+    gc.collect()
+    gc.freeze()  # a step's collections do not visit the other variants
     timings = bench.compare(steps, args.rounds)
     for variant, timing in timings.items():
         same_mode = timings.get("".join(("bf16", *variant.partition(",")[1:])))

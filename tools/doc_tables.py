@@ -21,9 +21,16 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     outputs FILE                   its table of the errors of GEMM outputs
     norms FILE ... N               the table of the gradient norms of the N-th group of archives' runs
     last_fifth FILE                training loss and gradient norm beside bf16's, in the last fifth of each run
+    validations FILE               each run's validation losses less those of bf16's run of the same seed
+    texts FILE                     losses of an archive's checkpoints by text, less those of bf16's checkpoints
     growth FILE ITERATION ...      gradient norm and training loss of an archive's runs, over 200 iterations to each
     weights FILE TENSOR ITERATION ...  rms of a tensor in each layer, of runs whose sizes tools/weight_norms.py has read
+    steps FILE ...                 steps of ``tools.bench step`` over bf16's, with the quantizers' kernels
+    backward FILE                  the backward pass of ``tools.bench overhead`` over bf16's
+    linears FILE RECIPE ...        kernels of ``tools.bench linear`` over bf16's
+    quantizers FILE COUNTS SIZE    ``tools.bench quantize`` beside the time that bytes and instructions predict
     scores FILE                    losses of checkpoints under several recipes, by text
+    published FILE GROUP ...       gaps to bf16 of a published ladder's groups, by size and budget
     rounding FILE GROUP            gaps to bf16 of a published ladder's group with nearest and with stochastic rounding
 
 A RECIPE is a registered name or a YAML file. The page of a recipe is the one whose tables name it.
@@ -40,7 +47,10 @@ from fnmatch import fnmatchcase
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from statistics import mean
 from typing import Any
+
+import yaml
 
 from megatron_lowprec.errors import Parser
 from megatron_lowprec.linear.backends.table import UNVERIFIED, choose
@@ -50,7 +60,8 @@ from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.recipe import KeepBf16, Phase, Recipe, Rule
 from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec
-from megatron_lowprec.report.amounts import amount, signed
+from megatron_lowprec.report.amounts import DASH, amount, signed
+from megatron_lowprec.report.archives.container import read
 from megatron_lowprec.report.build import Report, build
 from megatron_lowprec.report.claims import CLAIMS, load_claims
 from megatron_lowprec.report.operand_tables import of_outputs
@@ -59,6 +70,7 @@ from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.tables import Table, all_groups, gradient_norms, quality
 from megatron_lowprec.report.tables import claims as claims_table
 from megatron_lowprec.shipped import find, names_in
+from megatron_lowprec.sweep.jobs import EVALUATION
 from megatron_lowprec.te.factory import own_flags, why_no_factory
 from megatron_lowprec.te.translation import KINDS, builtin_kind, by_place_or_time, why_not
 from megatron_lowprec.text_tables import markdown_table
@@ -80,6 +92,7 @@ DEVICES = {
 }
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<what>[^>]*?) -->\n)(?P<table>.*?)(?P<end><!-- end of table -->)", re.S)
 _CONTRACTED = {"fprop": "input features", "dgrad": "output features", "wgrad": "tokens"}
+_INSTRUCTIONS_A_SECOND = 0.75 * 132 * 4 * 32 * 1.7e9  # of H200's threads: 75% of the issue slots at 1.7 GHz
 _WIDE = 4096  # a size that every native GEMM supports
 
 
@@ -361,6 +374,25 @@ def _rounding(page: Path, name: str, group: str) -> Iterator[Row]:
             yield amount(parameters), f"{ratio:.0f}", *(signed(each, 4) for each in (left, right, left - right))
 
 
+def _published(page: Path, name: str, *groups: str) -> Iterator[Row]:
+    runs = read_ladder(find(name))
+    found: dict[tuple[int, str, int], list[float]] = {}
+    for run in runs:
+        budget = 25 * 2 ** round(math.log2(run.tokens_per_parameter / 25))  # theirs are within 4% of it
+        found.setdefault((run.parameters, run.group, budget), []).append(run.gap)
+    budgets = sorted({budget for _, group, budget in found if group in groups})
+    yield "parameters", "group", *(f"gap at {budget} tokens a parameter, nats" for budget in budgets)
+    for parameters in sorted({run.parameters for run in runs}):
+        for group in groups:
+            gaps = [found.get((parameters, group, budget), []) for budget in budgets]
+            if any(gaps):
+                yield amount(parameters), group, *(_range(each) for each in gaps)
+
+
+def _range(values: Sequence[float]) -> str:
+    return " to ".join(dict.fromkeys(signed(end, 4) for end in (min(values), max(values)))) if values else DASH
+
+
 def _experiment(page: Path, name: str, table: str, *keys: str) -> Iterator[Row]:
     found = json.loads((page.parent / name).read_text(encoding="utf-8"))["tables"][table]
     columns = {column["key"]: column for column in found["columns"]}
@@ -458,6 +490,40 @@ def _last_fifth(page: Path, name: str) -> Iterator[Row]:
         )
 
 
+def _validations(page: Path, name: str) -> Iterator[Row]:
+    (group,) = _report(page.parent / name).groups
+    curves = {(run.label, run.block): run.curve.validation for run in group.runs if run.curve}
+    iterations = curves[group.labels[0], group.runs[0].block][0]
+    yield "recipe", "seed", *(f"less bf16's, nats, iteration {at:,}" for at in iterations)
+    for label in group.compared:
+        for run in group.of(label):
+            differences = curves[label, run.block][1] - curves[group.reference, run.block][1]
+            yield label, str(run.seed), *(signed(each, 4) for each in differences)
+
+
+def _texts(page: Path, name: str) -> Iterator[Row]:
+    texts = read(page.parent / name).texts
+    scores: dict[tuple[str, str, str], dict[int, tuple[float, float]]] = {}  # nats a token and bits a byte, by seed
+    for path in (path for path in texts if Path(path).name == EVALUATION):
+        seed = yaml.safe_load(texts[f"{Path(path).parent}/config.yaml"])["options"]["seed"]
+        for each in json.loads(texts[path])["evaluations"]:
+            by_name = {Path(file).name.partition(".")[0]: score for file, score in each["data"].items()}
+            for text, score in (by_name | {"WikiText": each["wikitext"]}).items():
+                found = scores.setdefault((text, each["trained_under"], each["recipe"]), {})
+                found[seed] = score["loss"], score["bits_per_byte"]
+    order = list(dict.fromkeys(text for text, *_ in scores))
+    yield (
+        *("text", "trained under", "scored under", "seeds", "loss, nats", "bits a byte"),
+        *("less bf16's, nats", "smallest", "largest", "less bf16's, bits a byte"),
+    )
+    for (text, trained, evaluated), found in sorted(scores.items(), key=lambda each: order.index(each[0][0])):
+        bf16 = scores[text, "bf16", "bf16"]
+        loss, bits = (mean(each[at] for each in found.values()) for at in (0, 1))
+        gaps, of_bits = ([each[at] - bf16[seed][at] for seed, each in found.items()] for at in (0, 1))
+        beside = signed(mean(gaps), 4), signed(min(gaps), 4), signed(max(gaps), 4), signed(mean(of_bits), 4)
+        yield text, trained, evaluated, str(len(found)), f"{loss:.4f}", f"{bits:.4f}", *beside
+
+
 def _growth(page: Path, name: str, *iterations: str) -> Iterator[Row]:
     yield (
         "run",
@@ -500,6 +566,64 @@ def _scores(page: Path, name: str) -> Iterator[Row]:
         )
 
 
+def _steps(page: Path, *names: str) -> Iterator[Row]:
+    yield "model, batch", "recipe", "step, ms", "over bf16", "kernels, ms", "quantizers of these", "amaxes", "peak GiB"
+    for name in names:
+        for row in json.loads((page.parent / name).read_text(encoding="utf-8"))["tables"][0]["rows"]:
+            spent = {kernel["name"]: kernel["ms"] for kernel in row["runs"][0]["kernels"]}
+            quantizers = [spent.get(kernel) for kernel in ("_mx_kernel", "_operand_amaxes_kernel")]
+            yield (
+                *(f"{row['model'].upper()}, {row['batch']}", row["recipe"], f"{row['ms']:.1f}"),
+                *(f"{row['over_bf16']:.3f}", f"{row['kernel_ms']:.1f}"),
+                *("" if found is None else f"{found:.1f}" for found in quantizers),
+                f"{row['peak_gib']:.1f}",
+            )
+
+
+def _backward(page: Path, name: str) -> Iterator[Row]:
+    yield "shapes", "recipe", "backward, ms", "over bf16", "share of RHT", "share of SR"
+    for row in json.loads((page.parent / name).read_text(encoding="utf-8"))["tables"][1]["rows"]:
+        shares = ("" if row[part] is None else f"{row[part]:.1%}" for part in ("rht", "sr"))
+        yield row["model"], row["recipe"], f"{row['ms']:.2f}", f"{row['over_bf16']:.3f}", *shares
+
+
+def _linears(page: Path, name: str, *names: str) -> Iterator[Row]:
+    rows = json.loads((page.parent / name).read_text(encoding="utf-8"))["tables"][0]["rows"]
+    found = {(row["linear"], row["recipe"]): row for row in rows}
+    yield "linear", "bf16, ms", *(f"{each}, over bf16" for each in names)
+    for linear in dict.fromkeys(row["linear"] for row in rows):
+        over = (found[linear, each]["graph_over_bf16"] for each in names)
+        yield linear, f"{found[linear, 'bf16']['graph_ms']:.3f}", *(f"{each:.2f}" for each in over)
+
+
+def _quantizers(page: Path, name: str, counts: str, size: str) -> Iterator[Row]:
+    content = json.loads((page.parent / name).read_text(encoding="utf-8"))
+    fewest: dict[tuple[str, ...], float] = {}
+    for row in json.loads((page.parent / counts).read_text(encoding="utf-8"))["rows"]:
+        variant = row["format"], row["kind"], row["direction"]
+        fewest[variant] = min(row["total"], fewest.get(variant, math.inf))
+    yield (
+        *("format", "rounding, transform", "direction", "bytes an entry", "instructions an entry", "time, us"),
+        *("of the large copy", "of a copy of the size", "predicted", "limited by"),
+    )
+    for row in content["tables"][0]["rows"]:
+        if row["size"] == size:
+            variant = row["format"], row["kind"], row["direction"]
+            entries = math.prod(map(int, size.split("x")))
+            moved = row["moved_bytes"] / entries
+            read = 2 if row["format"] == "nvfp4" else 0  # by the pass for the amax
+            rate = row["tb_s"] * 1e12 / row["of_same_copy"]
+            ways = [(*variant[:2], way) for way in ("rows", "columns")]  # two kernels, or one for a shared output
+            counted = fewest.get(variant) or sum(fewest.get(way, 0.0) for way in ways)
+            bytes_take, instructions_take = (moved - read) / rate, counted / _INSTRUCTIONS_A_SECOND
+            predicted = moved / rate / (read / rate + max(bytes_take, instructions_take))
+            yield (
+                *(*variant, f"{moved:.0f}", f"{counted:.1f}", f"{1e3 * row['ms']:.0f}"),
+                *(f"{share:.0%}" for share in (row["of_large_copy"], row["of_same_copy"], predicted)),
+                "bytes" if bytes_take >= instructions_take else "instructions",
+            )
+
+
 @cache
 def _report(*archives: Path) -> Report:
     claims = load_claims(CLAIMS)
@@ -523,6 +647,7 @@ _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "patches": _patches,
     "megatron_flags": _megatron_flags,
     "transformer_engine": _transformer_engine,
+    "published": _published,
     "rounding": _rounding,
     "quality": _quality,
     "claims": _claims,
@@ -530,8 +655,14 @@ _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "outputs": _outputs,
     "norms": _norms,
     "last_fifth": _last_fifth,
+    "validations": _validations,
+    "texts": _texts,
     "growth": _growth,
     "weights": _weights,
+    "steps": _steps,
+    "backward": _backward,
+    "linears": _linears,
+    "quantizers": _quantizers,
     "scores": _scores,
     "experiment": _experiment,
     "bench": _bench,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_lowprec.shipped import SHIPPED
 from tests.docs.archived_columns import RESULTS, Archive, Series
 
 LOSS, TRAIN, NORM = "lm loss validation", "lm loss", "grad-norm"
@@ -74,6 +76,7 @@ QUALITY = {
     "mxfp8-operands/25m": [],
     "mxfp8-operands/25m-one-machine": [],
     "mxfp8-operands/tiny": [],
+    "fp4-rivals/25m": ["quartet2_nvidia"],
 }
 """Archive -> recipes whose noise stands out, which the page compares by their pairs."""
 
@@ -99,7 +102,7 @@ def test_gaps_means_and_spreads(name: str) -> None:
     assert checked == len({(variant, recipe) for (_, variant), found in groups.items() for recipe, _ in found})
 
 
-@pytest.mark.parametrize("name", ["mxfp8-operands/3m-layers", "mxfp8-operands/25m-one-machine"])
+@pytest.mark.parametrize("name", ["mxfp8-operands/3m-layers", "mxfp8-operands/25m-one-machine", "fp4-rivals/25m"])
 def test_losses_by_text(name: str) -> None:
     found: dict[str, list[dict[str, Any]]] = {}
     for path, text in Archive(name).texts.items():
@@ -109,7 +112,7 @@ def test_losses_by_text(name: str) -> None:
             assert match is not None, run
             own = (each for each in json.loads(text)["evaluations"] if each["recipe"] == each["trained_under"])
             found.setdefault(match["recipe"], []).append(list(own)[-1])
-    rows = table("mxfp8-operands.md", f"quality {name}.safetensors.xz")
+    rows = table(f"{name.partition('/')[0]}.md", f"quality {name}.safetensors.xz")
     assert {row["recipe"] for row in rows} == found.keys()
     for row in rows:
         scores = found[row["recipe"]]
@@ -119,6 +122,79 @@ def test_losses_by_text(name: str) -> None:
         assert shown(row["WikiText, nats"]) == within(mean(each["loss"] for each in wikitext), 4)
         bits = [each["loss"] * each["tokens"] / each["bytes"] / math.log(2) for each in wikitext]
         assert shown(row["WikiText, bits a byte"]) == within(mean(bits), 4)
+
+
+RIVALS = Archive("fp4-rivals/25m")
+
+
+def test_rivals_by_seed() -> None:
+    curves = {run.rpartition("/")[2]: found for run, found in RIVALS.metrics(LOSS).items()}
+    rows = table("fp4-rivals.md", "validations fp4-rivals/25m.safetensors.xz")
+    assert len(rows) == len(curves) - 2
+    for row in rows:
+        (at, ours), (_, bf16) = (curves[f"gpt_25m-{recipe}-s{row['seed']}"] for recipe in (row["recipe"], "bf16"))
+        for iteration, difference in zip(at, ours - bf16, strict=True):
+            assert shown(row[f"less bf16's, nats, iteration {iteration:,}"]) == within(difference, 4)
+
+
+def test_rivals_by_text() -> None:
+    scores: dict[tuple[str, ...], float] = {}  # bits a byte; and nats a token
+    for path, text in RIVALS.texts.items():
+        if path.endswith("/evaluation.json"):
+            for each in json.loads(text)["evaluations"]:
+                texts = {file.rpartition("/")[2].partition(".")[0]: found for file, found in each["data"].items()}
+                for name, found in (texts | {"WikiText": each["wikitext"]}).items():
+                    key = name, each["trained_under"], each["recipe"], path.partition("/evaluation")[0][-4:]
+                    scores[*key, "nats"] = found["loss"]
+                    scores[*key, "bits"] = found["loss"] * found["tokens"] / found["bytes"] / math.log(2)
+    rows = table("fp4-rivals.md", "texts fp4-rivals/25m.safetensors.xz")
+    assert 2 * 2 * len(rows) == len(scores)
+    for row in rows:
+        key = row["text"], row["trained under"], row["scored under"]
+        nats, bits = ([scores[*key, seed, unit] for seed in ("1234", "1235")] for unit in ("nats", "bits"))
+        beside = row["text"], "bf16", "bf16"
+        gaps = [ours - scores[*beside, seed, "nats"] for ours, seed in zip(nats, ("1234", "1235"), strict=True)]
+        assert shown(row["loss, nats"]) == within(mean(nats), 4)
+        assert shown(row["bits a byte"]) == within(mean(bits), 4)
+        assert shown(row["less bf16's, nats"]) == within(mean(gaps), 4)
+        assert shown(row["smallest"]) == within(min(gaps), 4)
+        assert shown(row["largest"]) == within(max(gaps), 4)
+        of_bits = mean(bits) - mean(scores[*beside, seed, "bits"] for seed in ("1234", "1235"))
+        assert shown(row["less bf16's, bits a byte"]) == within(of_bits, 4)
+
+
+def test_gradient_norms_of_rivals() -> None:
+    norms = {run.rpartition("/")[2]: found for run, found in RIVALS.metrics(NORM).items()}
+    first, second = (norms[f"gpt_25m-quartet2_nvidia-s{seed}"] for seed in (1234, 1235))
+    medians = [[median(over(each, at + 1, at + 200)) for at in range(0, 2200, 200)] for each in (first, second)]
+    apart = max(abs(theirs / ours - 1) for ours, theirs in zip(*medians, strict=True))
+    bf16 = [norms[f"gpt_25m-bf16-s{seed}"] for seed in (1234, 1235)]
+    late = (max(value for each in pair for value in over(each, 401, 2200)) for pair in ((first, second), bf16))
+    page = (RESULTS / "fp4-rivals.md").read_text(encoding="utf-8")
+    found = re.search(r"exceeds ([\d.]+) in either \(bf16: ([\d.]+)\), .* at most (\d+)%", page)
+    assert found is not None
+    assert [float(each) for each in found.groups()] == [
+        *(math.ceil(100 * each) / 100 for each in late),
+        round(100 * apart),
+    ]
+
+
+def test_published_gaps_beside_rivals() -> None:
+    with (SHIPPED / "data/quartet2-runs.csv").open(encoding="utf-8", newline="") as file:
+        runs = list(csv.DictReader(file))
+    bf16 = {(run["N"], run["D"]): float(run["final_loss"]) for run in runs if run["group"] == "baseline"}
+    sizes = {"30.5M": "30482560", "49.6M": "49556736", "103M": "102777856", "203M": "203188480"}
+    rows = table("fp4-rivals.md", "published data/quartet2-runs.csv quartetv2 nvidia tetrajetv2")
+    assert len(rows) == 3 * len(sizes)
+    for row in rows:
+        own = [run for run in runs if (run["N"], run["group"]) == (sizes[row["parameters"]], row["group"])]
+        budgets = sorted({run["D"] for run in own}, key=int)
+        cells = [cell for column, cell in row.items() if column.startswith("gap at") and cell != "\N{EN DASH}"]
+        for budget, cell in zip(budgets, cells, strict=True):
+            gaps = [float(run["final_loss"]) - bf16[run["N"], budget] for run in own if run["D"] == budget]
+            ends = [shown(each) for each in cell.split(" to ")]
+            assert ends[0] == within(min(gaps), 4)
+            assert ends[-1] == within(max(gaps), 4)
 
 
 TOKENS = {"epoch_1": "72.1M", "epochs_4": "288M"}

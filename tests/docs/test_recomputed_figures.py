@@ -197,6 +197,38 @@ def test_published_gaps_beside_rivals() -> None:
             assert ends[-1] == within(max(gaps), 4)
 
 
+def test_quantizers_beside_what_bytes_and_instructions_predict() -> None:
+    files = "emulated-mx-fourbit-quantize.json", "emulated-mx-instructions.json"
+    measured, counted = (json.loads((RESULTS / file).read_text(encoding="utf-8")) for file in files)
+    fewest: dict[tuple[str, ...], float] = {}
+    for row in sorted(counted["rows"], key=lambda row: -row["total"]):
+        fewest[row["format"], row["kind"], row["direction"]] = row["total"]
+    found = {(row["format"], row["kind"], row["direction"], row["size"]): row for row in measured["tables"][0]["rows"]}
+    rows = table("emulated-mx.md", f"quantizers {' '.join(files)} 8192x8192")
+    assert len(rows) == sum(key[3] == "8192x8192" for key in found) == 25
+    for row in rows:
+        name, kind, way = row["format"], row["rounding, transform"], row["direction"]
+        run = found[name, kind, way, "8192x8192"]
+        least = fewest.get((name, kind, way))
+        if least is None:
+            parts = ("columns",) if kind == "square" else ("rows", "columns")
+            least = sum(fewest[name, kind, part] for part in parts)
+        seconds_a_byte = run["of_same_copy"] * run["ms"] / 1e3 / run["moved_bytes"]
+        amax = 2.0 if name == "nvfp4" else 0.0
+        bytes_ = run["moved_bytes"] / 8192**2
+        cast = max((bytes_ - amax) * seconds_a_byte, least / (0.75 * 132 * 128 * 1.7e9))
+        predicted = bytes_ * seconds_a_byte / (amax * seconds_a_byte + cast)
+        assert shown(row["bytes an entry"]) == bytes_
+        assert shown(row["instructions an entry"]) == within(least, 1)
+        assert shown(row["time, us"]) == within(1e3 * run["ms"], 0)
+        for column, share in (
+            ("of the large copy", run["of_large_copy"]),
+            ("of a copy of the size", run["of_same_copy"]),
+        ):
+            assert shown(row[column].rstrip("%")) == within(100 * share, 0)
+        assert shown(row["predicted"].rstrip("%")) == within(100 * predicted, 0)
+
+
 TOKENS = {"epoch_1": "72.1M", "epochs_4": "288M"}
 
 

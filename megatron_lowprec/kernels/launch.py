@@ -1,10 +1,20 @@
 """Repeated launches of a Triton kernel without binding its signature, which costs the host more than the launch."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
 from typing import Any
 
 import torch
+
+EMPTY: dict[str, Callable[..., torch.Tensor]] = {
+    kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")
+}
+"""Device type -> an empty tensor by size, stride and dtype, on the current device.
+
+As Inductor's code allocates, past torch's dispatcher.
+"""
+MOST_LAYOUTS = 4096
+"""Of matrices in a cache of what casts have in common; other numbers of tokens in each step would collect them."""
 
 
 def specialized_on(arguments: tuple[Any, ...]) -> Hashable:

@@ -138,11 +138,10 @@ def with_amaxes(
         return ways
     if known is None:
         found = load("amax").operand_amaxes(matrix, **ways, rounds_transform=rule.rounds_transform)
-        of_rows, of_columns = (found if reduce_amax is None else reduce_amax(found)).split(1)
+        of_rows, of_columns = (found if reduce_amax is None else reduce_amax(found)).unbind()
     else:
         of_rows = of_columns = known
-    amaxes = {"rows": of_rows, "columns": of_columns}
-    return {name: None if way is None else way._replace(amax=amaxes[name]) for name, way in ways.items()}
+    return {"rows": rows and rows._replace(amax=of_rows), "columns": columns and columns._replace(amax=of_columns)}
 
 
 def _quantize_by_kernel(

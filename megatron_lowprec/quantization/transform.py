@@ -85,6 +85,7 @@ class Transforms:
 
     def __init__(self, specs: Mapping[str, HadamardSpec | None], streams: Mapping[str, RandomStream]) -> None:
         self._specs = {gemm: spec for gemm, spec in specs.items() if spec is not None}
+        self._fixed = {gemm: Transform(spec) for gemm, spec in self._specs.items() if spec.fixed_signs is not None}
         self._streams = streams
         self._last: tuple[RngStep, dict[str, Transform]] | None = None
 
@@ -99,11 +100,12 @@ class Transforms:
 
     def at(self, gemm: str, rng_step: RngStep) -> Transform | None:
         """The GEMM's transform, one object for all callers at an RNG step; None if it has none."""
-        if gemm not in self._specs:
-            return None
+        if gemm in self._fixed or gemm not in self._specs:
+            return self._fixed.get(gemm)
         if self._last is not None and self._last[0] == rng_step and not capturing():
             return self._last[1][gemm]
-        transforms = {name: Transform(spec, self._streams[name], rng_step) for name, spec in self._specs.items()}
+        drawn = {name: spec for name, spec in self._specs.items() if name not in self._fixed}
+        transforms = {name: Transform(spec, self._streams[name], rng_step) for name, spec in drawn.items()}
         if "dgrad" in transforms and "wgrad" in transforms:
             transforms["dgrad"].draw_with(transforms["wgrad"])
         if not capturing():  # a graph draws new signs in each replay

@@ -14,7 +14,7 @@ import pytest
     ("arch", "parts", "kernel"),
     [
         ("90", ["casts", "mx_operands", "around_linears"], "layernorm.triton._norm_forward_kernel"),
-        ("100", ["mx_operands"], "quantize.triton._mx_kernel"),  # which has instructions of its own there
+        ("100", ["mx_operands"], "quantize.triton_kernel._mx_kernel"),  # which has instructions of its own there
     ],
 )
 def test_kernels_compile_for_hopper_and_blackwell(tmp_path: Path, arch: str, parts: list[str], kernel: str) -> None:

@@ -13,6 +13,7 @@ from megatron_lowprec import LowPrecLinear
 from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.linear import lowprec_linear
 from megatron_lowprec.linear.backends import resolved, table
+from megatron_lowprec.linear.backends.emulated import dense as emulated_dense
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
 from megatron_lowprec.linear.backends.hopper_fp8 import dense
 from megatron_lowprec.linear.backends.hopper_fp8.why_not import why_not
@@ -142,6 +143,22 @@ def test_dy_of_two_transforms_is_not_quantized_in_one_cast(
     assert emulated.fuses_directions("grad_output", torch.zeros(64, 64).bfloat16(), STEP) == fuses
 
 
+def test_a_plan_serves_any_number_of_tokens_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "has_mx_kernel", lambda _, rule: rule is not None)
+    emulated, x = gemms_of("mxfp8").backends.built("emulated"), torch.zeros(64, 96).bfloat16()
+    assert isinstance(emulated, EmulatedGemms)
+    plan, of_columns = (emulated.plans.of("input", x, rowwise, not rowwise) for rowwise in (True, False))
+    assert plan.rule is not None
+    assert plan is emulated.plans.of("input", x[:33])
+    assert (plan.reads_transpose, plan.rows is None, plan.columns is None) == (False, False, True)
+    assert (of_columns.rule, of_columns.rows is None, of_columns.columns is None) == (plan.rule, True, False)
+    transposed = emulated.plans.of("input", torch.zeros(96, 64).bfloat16().t())
+    assert (transposed.rule, transposed.reads_transpose, transposed.columns) == (plan.rule, True, plan.rows)
+    for other in (x[:0], x.double(), x[:, :80].contiguous(), x[:, ::2]):
+        assert emulated.plans.of("input", other).rule is None
+    assert emulated.plans.of("input", x[:, :80].contiguous(), False, True) is of_columns
+
+
 @pytest.mark.parametrize(
     ("overrides", "backend", "saves"),
     [
@@ -191,6 +208,20 @@ def test_calls_of_a_native_layer(name: str, most: int, monkeypatch: pytest.Monke
     assert 50 < calls_of_a_step(LowPrecLinear(128, 256, dtype=torch.bfloat16, recipe=name)) <= most
 
 
+@pytest.mark.parametrize(
+    ("name", "most"), [("mxfp8", 126), ("mxfp4_rht_sr", 157), ("nvfp4_all", 165), ("quartet2", 203)]
+)
+def test_calls_of_an_emulated_layer(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a native layer, where the MX kernel quantizes."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from megatron_lowprec.kernels.launch import Specialized
+
+    monkeypatch.setattr(dispatch, "has_mx_kernel", lambda _, rule: rule is not None)
+    monkeypatch.setattr(Specialized, "launch", lambda *_: None)
+    monkeypatch.setattr(emulated_dense, "gemm", lambda a, b, **_: a.new_empty(len(a), len(b), dtype=torch.bfloat16))
+    assert 50 < calls_of_a_step(LowPrecLinear(128, 256, dtype=torch.bfloat16, recipe=name)) <= most
+
+
 @pytest.mark.slow
 def test_calls_of_a_compiled_layer_with_histories(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of ``begin_pass`` and of four casts."""
@@ -215,9 +246,9 @@ def calls_of_a_step(layer: LowPrecLinear) -> int:
             calls.append(frame.f_code.co_name)
 
     for step in range(3):
-        x = torch.randn(32, 128).bfloat16().requires_grad_()
+        x, dy = torch.randn(32, 128).bfloat16().requires_grad_(), torch.randn(32, 256).bfloat16()
         sys.setprofile(count if step == 2 else None)
-        layer(x).sum().backward()
+        layer(x).backward(dy)
         sys.setprofile(None)
         for history in layer.histories:
             history.newest.fill_(1.0)

@@ -26,7 +26,7 @@ from megatron_lowprec.linear.backends.blackwell_mx import grouped as blackwell_g
 from megatron_lowprec.linear.backends.blackwell_mx.operands import operand_of
 from megatron_lowprec.linear.backends.blackwell_mx.start_check import NativeCheckWarning, StartChecks, of_frequencies
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, product_of, why_not
-from megatron_lowprec.linear.backends.emulated import dense as emulated_dense
+from megatron_lowprec.linear.backends.emulated import cast_plan
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
 from megatron_lowprec.linear.backends.protocol import BOTH, COLUMNWISE, ROWWISE, GemmBackend
 from megatron_lowprec.linear.backends.table import BACKENDS, choose, choose_without_gpu, emulated_rows
@@ -667,10 +667,8 @@ def test_square_blocks_by_the_kernel_are_those_by_the_reference(name: str) -> No
 
     with (
         patch.object(dense, "fuses_mx", lambda *_, **__: True),
-        patch.object(
-            emulated_dense, "with_amaxes", lambda _, __, rows, columns, **___: {"rows": rows, "columns": columns}
-        ),
-        patch.object(dense, "load", lambda _: Kernel),
+        patch.object(cast_plan, "with_amaxes", lambda _, __, rows, columns, *___: {"rows": rows, "columns": columns}),
+        patch.object(cast_plan, "load", lambda _: Kernel),
     ):
         for request in (ROWWISE[0], COLUMNWISE[0], BOTH[0]):
             made = native.quantize("weight", weight, STEP, request)[0].validate()

@@ -11,7 +11,7 @@ import torch
 
 from megatron_lowprec import get_recipe, recipes
 from megatron_lowprec.kernels import dispatch
-from megatron_lowprec.linear.backends.emulated import dense
+from megatron_lowprec.linear.backends.emulated import cast_plan
 from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
@@ -136,11 +136,11 @@ def test_statistics_by_the_kernel_round_the_transform_as_the_operand_does(
 
     class Kernel:
         @staticmethod
-        def quantize_mx(*, rule: Any, **_: object) -> None:
+        def quantize_mx(_: object, rule: Any, **__: object) -> None:
             raise Asked(rule.rounds_transform)
 
     monkeypatch.setattr(dispatch, "has_mx_kernel", lambda _, rule: rule is not None)
-    monkeypatch.setattr(dense, "load", lambda _: Kernel)
+    monkeypatch.setattr(cast_plan, "load", lambda _: Kernel)
     recipe = get_recipe("mxfp4_rht")
     assert recipe.wgrad.hadamard is not None
     hadamard = replace(recipe.wgrad.hadamard, signs="none", output=output)

@@ -3,7 +3,9 @@
 Programs loop over tiles, so that few of them raise the same cell by atomic maxima.
 """
 
+from collections.abc import Hashable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,7 +13,7 @@ import triton.language as tl
 
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger, larger_magnitude, raise_to_amax
 from megatron_lowprec.kernels.interpreted import INTERPRETED
-from megatron_lowprec.kernels.launch import Specialized, specialized_on
+from megatron_lowprec.kernels.launch import MOST_LAYOUTS, Specialized, specialized_on
 from megatron_lowprec.kernels.quantize.rule import CodedMatrix, Direction
 from megatron_lowprec.kernels.quantize.triton_ops import groups_in_threads, nvfp4_tile, rounded_to, transformed
 
@@ -74,6 +76,14 @@ def _operand_amaxes_kernel(
         raise_to_amax(amax_ptr + 1, plain if COLUMNS == _PLAIN else of_columns)
 
 
+class _Launch(NamedTuple):
+    """A kernel of ``operand_amaxes`` for matrices of one layout; its last two fields as for ``Specialized.launch``."""
+
+    kernel: Specialized
+    programs: int
+    specialized_on: Hashable
+
+
 @lru_cache(maxsize=64)
 def _specialized(
     rows: int, columns: int, rounds: bool, group: int, coded: bool = False
@@ -90,6 +100,31 @@ def _specialized(
     return kernel, height, width, warps
 
 
+@lru_cache(maxsize=MOST_LAYOUTS)
+def _launches(
+    shape: tuple[int, int],
+    stride: int,
+    dtype: torch.dtype,
+    aligned: bool,
+    blocks: tuple[int | None, int | None],
+    rounds: bool,
+    coded: bool,
+) -> list[_Launch]:
+    """``blocks``: of the transforms, 0 without one, None where no amax is asked for."""
+    M, N = shape
+    kinds = [_ABSENT if each is None else _TRANSFORMED if each else _PLAIN for each in blocks]
+    of_rows, of_columns = (kind.value for kind in kinds)
+    group = blocks[0] or blocks[1] or 16
+    # bound by arithmetic: two kernels with one group in registers each beat one kernel that reads less
+    apart, found = group >= 128 and None not in blocks, []
+    for ways in ((of_rows, 0), (0, of_columns)) if apart else ((of_rows, of_columns),):
+        entries = group if _TRANSFORMED.value in ways else 16
+        kernel, height, width, warps = _specialized(*ways, rounds, entries, coded)
+        programs = min(_WARPS // warps, -(-M // height) * -(-N // width))
+        found.append(_Launch(kernel, programs, (dtype, aligned, specialized_on((M, N, stride)))))
+    return found
+
+
 def operand_amaxes(
     x: torch.Tensor | CodedMatrix,
     *,
@@ -100,18 +135,14 @@ def operand_amaxes(
     """As the reference, also of a ``CodedMatrix``."""
     coded = isinstance(x, CodedMatrix)
     read, *scales = x if isinstance(x, CodedMatrix) else (x, x, x)
-    (M, N), device = x.shape, read.device
+    shape, stride, device = x.shape, read.stride(0), read.device
     amaxes = torch.zeros(2, dtype=torch.float32, device=device)
-    signs = [None if way is None else way.signs for way in (rows, columns)]
-    kinds = [0 if way is None else 1 if way.signs is None else 2 for way in (rows, columns)]
-    group = next((each.numel() for each in signs if each is not None), 16)
-    # bound by arithmetic: two kernels with one group in registers each beat one kernel that reads less
-    apart = group >= 128 and 0 not in kinds
-    for of_rows, of_columns in ((kinds[0], 0), (0, kinds[1])) if apart else (tuple(kinds),):
-        entries = group if 2 in (of_rows, of_columns) else 16
-        kernel, height, width, warps = _specialized(of_rows, of_columns, rounds_transform, entries, coded)
-        programs = min(_WARPS // warps, -(-M // height) * -(-N // width))
-        of_ways = (read if each is None else each for each in signs)
-        arguments = (read, amaxes, *of_ways, *scales, M, N, read.stride(0))
-        kernel.launch(programs, device, arguments, specialized_on(arguments))
+    signs = rows and rows.signs, columns and columns.signs
+    blocks = tuple(
+        [way and (0 if each is None else each.numel()) for way, each in zip((rows, columns), signs, strict=True)]
+    )
+    arguments = (read, amaxes, *[read if each is None else each for each in signs], *scales, *shape, stride)
+    aligned = read.data_ptr() % 16 == 0
+    for launch in _launches(shape, stride, read.dtype, aligned, blocks, rounds_transform, coded):
+        launch.kernel.launch(launch.programs, device, arguments, launch.specialized_on)
     return amaxes

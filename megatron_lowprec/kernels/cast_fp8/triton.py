@@ -27,7 +27,7 @@ from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule, Layouts
 from megatron_lowprec.kernels.cast_fp8.tiles import cast_rows, cast_words
 from megatron_lowprec.kernels.cast_fp8.triton_amax import amax_of, source_of_vector_amaxes, vector_amaxes_launch
 from megatron_lowprec.kernels.cast_fp8.triton_ops import BLOCK_128X128, TENSOR
-from megatron_lowprec.kernels.launch import Specialized
+from megatron_lowprec.kernels.launch import EMPTY, MOST_LAYOUTS, Specialized
 from megatron_lowprec.kernels.planned_launch import Launch, Plan, fields, named, with_warps
 from megatron_lowprec.kernels.tuning import LARGE_ENOUGH, Tuned, tunes
 
@@ -199,7 +199,7 @@ def _prepare(
     kernel = rule.kernels.get(key)
     if kernel is None:
         kernel = rule.kernels[key] = _CastKernel(rule, source.x.device, *key)
-    if len(rule.prepared) >= _MOST_SIZES:
+    if len(rule.prepared) >= MOST_LAYOUTS:
         rule.prepared.clear()
     (M, N), stride = source.shape, source.x.stride(0)
     height, padded_M = rule.padded_rows(M)
@@ -210,18 +210,11 @@ def _prepare(
         specialized,
         programs,
         rule.layouts(source.shape, rowwise=rowwise, columnwise=columnwise),
-        _EMPTY[source.x.device.type],
+        EMPTY[source.x.device.type],
         -(-padded_M // first.rows),
         (M, height, padded_M, N, stride),
         (N % 16 == 0, stride % 16 == 0, N == 1, stride == 1, padded_M == 1),
     )
-
-
-# as Inductor's code allocates, past torch's dispatcher
-_EMPTY: dict[str, Callable[..., torch.Tensor]] = {
-    kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")
-}
-_MOST_SIZES = 4096  # of matrices, which a model with other numbers of tokens in each step would collect
 
 
 def plan(

@@ -33,7 +33,7 @@ def fits(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> bool:
         return False
     if a.dtype == torch.bfloat16 and not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction:
         return False
-    return all(_layout(each, by_rows=_AS_STORED)[1] for each in (a, b))
+    return bool(_layout(a.shape, a.stride(), _AS_STORED)[1] and _layout(b.shape, b.stride(), _AS_STORED)[1])
 
 
 def product_(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor, out: torch.Tensor, *, add: bool) -> torch.Tensor:
@@ -50,7 +50,8 @@ def product_(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor, out: torch.T
     library, handle = _cublas(), torch.cuda.current_blas_handle()
     assert library is not None
     # cuBLAS's matrices are stored by columns: it computes out.T = b @ a.T
-    (b_op, b_pitch), (a_op, a_pitch) = _layout(b, by_rows=_TRANSPOSED), _layout(a, by_rows=_AS_STORED)
+    b_op, b_pitch = _layout(b.shape, b.stride(), _TRANSPOSED)
+    a_op, a_pitch = _layout(a.shape, a.stride(), _AS_STORED)
     beta = _betas(out.device).data_ptr() + 4 * add
     of_data, of_out = _DATA_TYPES[a.dtype], _DATA_TYPES[out.dtype]
     status = library.cublasSetPointerMode_v2(handle, _DEVICE)
@@ -65,11 +66,12 @@ def product_(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor, out: torch.T
     return out
 
 
-def _layout(matrix: torch.Tensor, by_rows: int) -> tuple[int, int]:
+@lru_cache(maxsize=4096)
+def _layout(shape: tuple[int, int], strides: tuple[int, int], by_rows: int) -> tuple[int, int]:
     """Operation and pitch of a matrix, 0 without one; ``by_rows``: operation on one whose rows are contiguous."""
     for inner, operation in ((1, by_rows), (0, 1 - by_rows)):
-        size, pitch = matrix.shape[inner], matrix.stride(1 - inner)
-        if matrix.stride(inner) == 1 and (pitch >= size or matrix.shape[1 - inner] == 1):
+        size, pitch = shape[inner], strides[1 - inner]
+        if strides[inner] == 1 and (pitch >= size or shape[1 - inner] == 1):
             return operation, max(pitch, size)
     return by_rows, 0
 

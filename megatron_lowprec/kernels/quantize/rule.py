@@ -1,6 +1,7 @@
 """MX quantization rules, and the constants of the kernels compiled for them."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +94,11 @@ class MxCast(NamedTuple):
             return self.rowwise_data, self.rowwise_scale, self.rowwise_tensor_scale
         return self.columnwise_data, self.columnwise_scale, self.columnwise_tensor_scale
 
+    def transposed(self) -> "MxCast":
+        """The cast of the transpose."""
+        by_row, by_column, above = self[:2], self[2:4], self[4:6]
+        return MxCast(*by_column, *by_row, *above[::-1])
+
 
 class MxConstants(NamedTuple):
     """The constexpr ``MX`` of the kernel, passed as a whole to the functions that it calls. Numbers only.
@@ -175,7 +181,8 @@ class MxConstants(NamedTuple):
 class MxRule:
     """Rule of a quantization in blocks, fields as in ``recipe.schema.QuantSpec``; the same for both directions.
 
-    It caches the kernels specialized for it, since the lookup must cost less than a launch.
+    It caches the kernels specialized for it, and what is known of a matrix's layout: lookups must cost less than a
+    launch.
 
     Attributes:
         block: entries along the contracted dimension that share a scale, a power of two from 8 up.
@@ -200,6 +207,7 @@ class MxRule:
     scale_rounding: str = "nearest_even"
     options: CodedOptions = PLAIN
     kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    prepared: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def constants(
         self,
@@ -260,7 +268,7 @@ class MxRule:
         plain = self.headroom == 1.0 and self.target is not None
         return plain and formats == ("e2m1", "e4m3") and (self.block_rows, self.block) == (1, 16)
 
-    @property
+    @cached_property
     def shares_directions(self) -> bool:
         """Whether both directions have the same values: of square blocks, if nothing depends on an order of sums."""
         return self.block_rows > 1 and self.options.four_over_six in (None, "abs_max")

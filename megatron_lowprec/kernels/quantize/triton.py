@@ -1,204 +1,15 @@
-"""MX quantization in one pass: Hadamard transform, block scales and rounding; rowwise, columnwise or both.
+"""MX quantization by one kernel, or by two: rowwise, columnwise or both."""
 
-A program holds groups of consecutive entries as a tensor [GROUP, P], one whole group in each thread. The transform's
-butterflies, block maxima and draws (8 of one Philox call) then exchange no data between threads. The tile is read in
-16-byte vectors and crosses shared memory once in each direction, as bf16. Bits equal ``reference.py``: the same fp32
-operations in the same order, none contracted, and rounding on the bits of an fp32 number.
-"""
-
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
-from megatron_lowprec.kernels.launch import Specialized
+from megatron_lowprec.kernels.launch import EMPTY, MOST_LAYOUTS, Specialized
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
-from megatron_lowprec.kernels.philox.triton import place
 from megatron_lowprec.kernels.quantize.rule import CodedMatrix, Direction, MxCast, MxRule, converts_fp8
-from megatron_lowprec.kernels.quantize.tilings import LONGEST_FUSED, Tiling, tilings_of
-from megatron_lowprec.kernels.quantize.triton_coded import tensor_amax, write_tensor_scale
-from megatron_lowprec.kernels.quantize.triton_groups import quantize_groups
-from megatron_lowprec.kernels.quantize.triton_ops import groups_in_threads, nvfp4_tile, widened
-from megatron_lowprec.kernels.tuning import Tuned
-
-_KEYS = ["rk0", "rk1", "ck0", "ck1", "row_scale_k0", "row_scale_k1", "col_scale_k0", "col_scale_k1"]
-_SPANS = ["m_start", "m_gate_offset", "m_gate_stride", "n_start", "n_gate_offset", "n_gate_stride"]
-
-
-@triton.jit(
-    do_not_specialize=["M", "padded_M", *_KEYS, *_SPANS, "unit"],
-    do_not_specialize_on_alignment=["row_amax_ptr", "col_amax_ptr", "coded_scale_ptr", "coded_tensor_scale_ptr"],
-)
-def _mx_kernel(
-    x_ptr,
-    row_ptr,
-    row_scale_ptr,
-    col_ptr,
-    col_scale_ptr,
-    row_signs_ptr,
-    col_signs_ptr,
-    row_amax_ptr,
-    col_amax_ptr,
-    tensor_scale_ptr,
-    M,
-    padded_M,
-    N,
-    stride,
-    row_pitch,
-    col_pitch,
-    rk0,
-    rk1,
-    ck0,
-    ck1,
-    row_scale_k0,
-    row_scale_k1,
-    col_scale_k0,
-    col_scale_k1,
-    rng_step_ptr,
-    m_start,
-    m_gate_offset,
-    m_gate_stride,
-    n_start,
-    n_gate_offset,
-    n_gate_stride,
-    unit,
-    coded_ptr,
-    coded_scale_ptr,
-    coded_tensor_scale_ptr,
-    MX: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
-    """Writes dequantized tiles if ``MX.CODE_BITS`` is 0, else codes and scale bytes, columnwise ones transposed.
-
-    ``row_pitch`` and ``col_pitch`` are the bytes of a row of codes. With a tensor scale, the decode scales of rows and
-    columns are written too. ``coded`` is the ``CodedMatrix`` that ``MX.CODED`` reads and ``MX.BESIDE`` writes.
-    """
-    # two 4-bit codes share a byte
-    SHARE: tl.constexpr = 2 if MX.CODE_BITS == 4 else 1
-    GROUP: tl.constexpr = MX.GROUP
-    BLOCKS: tl.constexpr = GROUP // MX.BLOCK
-    tl.static_assert(BM == GROUP or not MX.ALONG_COLUMNS)
-    tiles_n = tl.cdiv(N, BN)
-    tile = tl.program_id(0)
-    first_m = (tile // tiles_n) * BM
-    first_n = (tile % tiles_n) * BN
-    rows = first_m + tl.arange(0, BM)
-    cols = first_n + tl.arange(0, BN)
-    offsets = rows.to(tl.int64)[:, None] * stride + cols[None, :]
-    mask = (rows < M)[:, None] & (cols < N)[None, :]
-    step = tl.load(rng_step_ptr).to(tl.uint32, bitcast=True)
-    microbatch = tl.load(rng_step_ptr + 1).to(tl.uint32, bitcast=True)
-    out_offsets = rows.to(tl.int64)[:, None] * N + cols[None, :]
-    DTYPE: tl.constexpr = tl.float32 if MX.CODED else x_ptr.dtype.element_ty
-    tl.static_assert(not MX.CODED or not MX.ALONG_ROWS)
-    if MX.ALONG_ROWS:
-        row_amax = tensor_amax(row_amax_ptr, MX)
-        write_tensor_scale(tensor_scale_ptr, row_amax, tile == 0, MX)
-        P: tl.constexpr = BM * BN // GROUP
-        PER_ROW: tl.constexpr = BN // GROUP
-        group = tl.arange(0, P)
-        if MX.PACKED:  # two bf16 numbers a word, each widened by one integer operation
-            words_ptr = x_ptr.to(tl.pointer_type(tl.int32))
-            if GROUP == 16:  # a thread reads a group in two vectors
-                m, pair = first_m + group // PER_ROW, first_n // 2 + (group % PER_ROW) * 8
-                words_ptr += m.to(tl.int64)[:, None] * (stride // 2) + pair[:, None] + tl.arange(0, 4)[None, :]
-                inside = ((m < M) & (pair < N // 2))[:, None]
-                first, second = tl.load(words_ptr, mask=inside, other=0), tl.load(words_ptr + 4, mask=inside, other=0)
-                words = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), [P, GROUP // 2])
-            else:
-                pairs = first_n // 2 + tl.arange(0, BN // 2)
-                words_ptr += rows.to(tl.int64)[:, None] * (stride // 2) + pairs[None, :]
-                words = tl.load(words_ptr, mask=(rows < M)[:, None] & (pairs < N // 2)[None, :], other=0)
-                words = tl.reshape(words, [P, GROUP // 2])
-            y = tl.reshape(tl.permute(widened(tl.trans(words)), (0, 2, 1)), [GROUP, P])
-        else:
-            x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
-            y = tl.trans(tl.reshape(x, [P, GROUP])).to(tl.float32)
-        m = first_m + group // PER_ROW
-        first_column = first_n + (group % PER_ROW) * GROUP
-        out, byte, beside = quantize_groups(
-            y,
-            place(m, m_start, m_gate_offset, m_gate_stride),
-            first_column,
-            n_start,
-            n_gate_offset,
-            n_gate_stride,
-            row_signs_ptr,
-            row_amax,
-            rk0.to(tl.uint32, bitcast=True),
-            rk1.to(tl.uint32, bitcast=True),
-            row_scale_k0.to(tl.uint32, bitcast=True),
-            row_scale_k1.to(tl.uint32, bitcast=True),
-            step,
-            microbatch,
-            unit,
-            MX,
-            MX.HADAMARD and (MX.PLAIN & 1) == 0,
-            DTYPE,
-        )
-        if MX.CODE_BITS == 0:
-            out = tl.reshape(tl.trans(out.to(row_ptr.dtype.element_ty)), [BM, BN])
-            tl.store(row_ptr + out_offsets, out, mask=mask)
-        else:
-            inside = ((m < M) & (first_column < N))[None, :]
-            byte_column = (tile % tiles_n) * (BN // SHARE) + (group % PER_ROW) * (GROUP // SHARE)
-            first = (m.to(tl.int64) * row_pitch + byte_column)[None, :]
-            tl.store(row_ptr + first + tl.arange(0, GROUP // SHARE)[:, None], out, mask=inside)
-            block = (m.to(tl.int64) * (N // MX.BLOCK) + first_column // MX.BLOCK)[None, :]
-            tl.store(row_scale_ptr + block + tl.arange(0, BLOCKS)[:, None], byte.to(tl.uint8), mask=inside)
-        if MX.BESIDE:  # a group is a block
-            inside = ((m < M) & (first_column < N))[None, :]
-            first = (m.to(tl.int64) * (N // 2) + first_column // 2)[None, :]
-            tl.store(coded_ptr + first + tl.arange(0, GROUP // 2)[:, None], beside, mask=inside)
-            block = (m.to(tl.int64) * (N // GROUP) + first_column // GROUP)[None, :]
-            tl.store(coded_scale_ptr + block, byte.to(tl.uint8), mask=inside)
-    if MX.ALONG_COLUMNS:
-        col_amax = tensor_amax(col_amax_ptr, MX)
-        write_tensor_scale(tensor_scale_ptr + 1, col_amax, tile == 0, MX)
-        # after the rowwise part this read hits the cache: registers for the tile are better spent on warps
-        if MX.CODED:
-            y = nvfp4_tile(x_ptr, coded_scale_ptr, coded_tensor_scale_ptr, rows, first_n, M, N, BN)
-        else:
-            y = tl.load(x_ptr + offsets, mask=mask, other=0.0)
-        y = groups_in_threads(y) if MX.BLOCK_ROWS == 1 and (MX.SCALE_MANTISSA > 0 or GROUP == 128) else y.to(tl.float32)
-        n = cols
-        first_column = tl.full([BN], first_m, tl.int32)
-        out, byte, _ = quantize_groups(
-            y,
-            place(n, n_start, n_gate_offset, n_gate_stride),
-            first_column,
-            m_start,
-            m_gate_offset,
-            m_gate_stride,
-            col_signs_ptr,
-            col_amax,
-            ck0.to(tl.uint32, bitcast=True),
-            ck1.to(tl.uint32, bitcast=True),
-            col_scale_k0.to(tl.uint32, bitcast=True),
-            col_scale_k1.to(tl.uint32, bitcast=True),
-            step,
-            microbatch,
-            unit,
-            MX,
-            MX.HADAMARD and (MX.PLAIN & 2) == 0,
-            DTYPE,
-        )
-        if MX.CODE_BITS == 0:
-            out = out.to(col_ptr.dtype.element_ty)
-            tl.store(col_ptr + out_offsets, out, mask=(rows < padded_M)[:, None] & (cols < N)[None, :])
-        else:
-            inside = ((n < N) & (first_column < padded_M))[None, :]
-            byte_column = (tile // tiles_n) * (GROUP // SHARE)
-            first = (n.to(tl.int64) * col_pitch + byte_column)[None, :]
-            tl.store(col_ptr + first + tl.arange(0, GROUP // SHARE)[:, None], out, mask=inside)
-            block = (n.to(tl.int64) * (padded_M // MX.BLOCK) + first_column // MX.BLOCK)[None, :]
-            tl.store(col_scale_ptr + block + tl.arange(0, BLOCKS)[:, None], byte.to(tl.uint8), mask=inside)
-
-
-_NOTHING = Direction()
-_PITCHES = slice(14, 16)  # of the kernel's arguments
+from megatron_lowprec.kernels.quantize.tilings import LONGEST_FUSED, Tiling
+from megatron_lowprec.kernels.quantize.triton_kernel import Layout, MxKernel
 
 
 def quantize_mx(
@@ -237,34 +48,82 @@ def quantize_mx(
     if rule.block_rows > 1 and rows is not None:
         assert isinstance(x, torch.Tensor)
         return _square(x, rule, rows, columns, **others)
-    if rows is not None and columns is not None and _takes_two_kernels(rule, rows, columns, codes):
+    coded, read = (x, x.codes) if isinstance(x, CodedMatrix) else (None, x)
+    row_signs, column_signs = rows and rows.signs, columns and columns.signs
+    # of the transform in each direction: its block, 0 without one, None if data are not asked for
+    row_block = rows and (0 if row_signs is None else row_signs.numel())
+    column_block = columns and (0 if column_signs is None else column_signs.numel())
+    if rows and columns and _takes_two_kernels(rule, row_block or 0, column_block or 0, codes):
         by_row = quantize_mx(x, rule, rows=rows, codes=codes, **others)
         by_column = quantize_mx(x, rule, columns=columns, codes=codes, **others)
-        return by_row._replace(**{name: made for name, made in by_column._asdict().items() if made is not None})
-    coded, read = (x, x.codes) if isinstance(x, CodedMatrix) else (None, x)
-    kernel, dtype = _mx_kernel_for(read, rule, rows, columns, codes, whole, coded is not None, beside), out_dtype
-    (M, N), stride, device, dtype = x.shape, read.stride(0), read.device, dtype or read.dtype
-    cast, arguments = kernel.arguments(read, (M, N), dtype, rows, columns, rng_step, spans, coded)
-    specialized_on = (read.dtype, dtype, read.data_ptr() % 16 == 0, N % 16 == 0, stride % 16 == 0, N == 1, stride == 1)
-    if codes:  # a pitch is a multiple of 8 or more under blocks of 16
-        specialized_on += tuple(pitch % 16 == 0 for pitch in arguments[_PITCHES])
+        scales = by_row.rowwise_tensor_scale, by_column.columnwise_tensor_scale
+        return MxCast(*by_row[:2], *by_column[2:4], *scales)
+    lanes_first = columns is not None and columns.lanes_first
+    layout = (read.shape, read.stride(0), read.data_ptr() % 16, read.dtype, read.device, out_dtype)
+    key = (*layout, row_block, column_block, codes, lanes_first, whole, coded is not None, beside)
+    known = rule.prepared.get(key)
+    if known is None:
+        known = _prepare(read, rule, *key[5:])
+        if len(rule.prepared) >= MOST_LAYOUTS:
+            rule.prepared.clear()
+        if known.specialized is not None:
+            rule.prepared[key] = known
+    kernel, specialized, programs, layouts, sizes, specialized_on = known
+    empty, device = EMPTY[read.device.type], read.device
+    made: list[Any] = [None if each is None else empty(*each) for each in layouts]
+    row_data, row_scale, written, column_scale, decode, packed, of_blocks = made
+    of_tensor: Sequence[Any] = (None, None) if decode is None else decode.unbind()
+    cast = MxCast(
+        row_data,
+        row_scale,
+        written if codes or written is None else written.t(),
+        column_scale,
+        rows and of_tensor[0],
+        columns and of_tensor[1],
+    )
+    if beside:
+        coded = CodedMatrix(packed, of_blocks, of_tensor[0])
+        cast = cast._replace(beside=coded)
+    row_key, _, row_amax, row_scale_key, _ = rows or _NOTHING
+    column_key, _, column_amax, column_scale_key, _ = columns or _NOTHING
+    # placeholders for what is absent, which the kernel does not access
+    tensors = (*made[:4], row_signs, column_signs, row_amax, column_amax, decode)
+    arguments = (
+        read,
+        *[read if each is None else each for each in tensors],
+        *sizes,
+        *row_key,
+        *column_key,
+        *row_scale_key,
+        *column_scale_key,
+        rng_step,
+        *spans[0],
+        *spans[1],
+        kernel.unit,
+        *(coded or (read, read, read)),
+    )
+    if specialized is None:  # tilings are to be measured
+        M, N = x.shape
 
-    def launch(tiling: Tiling) -> None:
-        kernel.specialized[tiling].launch(tiling.programs(M, N), device, arguments, specialized_on)
+        def launch(tiling: Tiling) -> None:
+            kernel.specialized[tiling].launch(tiling.programs(M, N), device, arguments, specialized_on)
 
-    tiling = kernel.tuned.choose(M * N, launch, device)
-    kernel.specialized[tiling].launch(tiling.programs(M, N), device, arguments, specialized_on)
+        tiling = kernel.tuned.choose(M * N, launch, device)
+        specialized, programs = kernel.specialized[tiling], tiling.programs(M, N)
+    specialized.launch(programs, device, arguments, specialized_on)
     return cast
 
 
-def _takes_two_kernels(rule: MxRule, rows: Direction, columns: Direction, codes: bool) -> bool:
+_NOTHING = Direction()
+
+
+def _takes_two_kernels(rule: MxRule, row_block: int, column_block: int, codes: bool) -> bool:
     """Whether two kernels, with one group in registers each, beat one kernel that reads less."""
-    blocks = [way.signs.numel() for way in (rows, columns) if way.signs is not None]
-    if max(blocks, default=0) > LONGEST_FUSED:
+    if max(row_block, column_block) > LONGEST_FUSED:
         # a tile of whole groups in both directions has several a thread, which spill and compile for minutes
         return True
     # bound by arithmetic
-    return rows.signs is not None and (rule.rounding == "stochastic" or rule.options.group > 0) and not codes
+    return row_block > 0 and (rule.rounding == "stochastic" or rule.options.group > 0) and not codes
 
 
 def _square(x: torch.Tensor, rule: MxRule, rows: Direction, columns: Direction | None, **others: Any) -> MxCast:
@@ -280,118 +139,53 @@ def _square(x: torch.Tensor, rule: MxRule, rows: Direction, columns: Direction |
     return found._replace(rowwise_data=data.t(), rowwise_tensor_scale=scale)
 
 
-def _mx_kernel_for(
-    x: torch.Tensor, rule: MxRule, rows: Direction | None, columns: Direction | None, codes: bool, *others: bool
-) -> "_MxKernel":
-    of_rows, of_columns = (rows or _NOTHING).signs, (columns or _NOTHING).signs
-    signs = of_columns if of_rows is None else of_rows
-    packed = x.dtype == torch.bfloat16 and (x.shape[1] | x.stride(0) | x.data_ptr() // 2) % 2 == 0
-    block = 0 if signs is None else signs.numel()
-    plain = (rows is not None and of_rows is None) + 2 * (columns is not None and of_columns is None) if block else 0
-    lanes_first = columns is not None and columns.lanes_first
-    ways, converts = (rows is not None, columns is not None), converts_fp8(x.device)
-    key = (block, *ways, packed, codes, converts, plain, lanes_first, *others)
-    found = rule.kernels.get(key)
-    if found is None:
-        found = rule.kernels[key] = _MxKernel(rule, *key)
-    return found
+class _Prepared(NamedTuple):
+    """What quantizations of matrices of one layout have in common.
+
+    Attributes:
+        kernel: its tilings.
+        specialized, programs: the kernel for the tiling, and its programs; None until that is known.
+        layouts: of rowwise data and scale, columnwise ones, the tensor's scales, and the codes beside and their scales.
+        sizes: the kernel's arguments from M to ``col_pitch``.
+        specialized_on: properties of the matrix and the sizes on which Triton specializes the kernel.
+    """
+
+    kernel: MxKernel
+    specialized: Specialized | None
+    programs: Any
+    layouts: tuple[Layout | None, ...]
+    sizes: tuple[int, ...]
+    specialized_on: tuple[Any, ...]
 
 
-class _MxKernel:
-    """The kernel for one rule and arguments of ``MxRule.constants``, with tuned tiling."""
-
-    def __init__(self, rule: MxRule, *key: Any) -> None:
-        constants = rule.constants(*key)
-        rows, columns, codes = constants.ALONG_ROWS, constants.ALONG_COLUMNS, constants.CODE_BITS > 0
-        self._block, self._group, self._scales_tensor = rule.block, constants.GROUP, rule.target is not None
-        self._beside = constants.BESIDE
-        assert not self._beside or (rule.makes_nvfp4 and rows and not columns and rule.block == constants.GROUP)
-        self._pads = codes or (constants.HADAMARD and not constants.PLAIN & 2)  # a transform makes a group dense
-        self._codes_a_byte = 0 if not codes else 2 if rule.fmt.bits == 4 else 1
-        self._code_dtype = torch.uint8 if rule.fmt.bits <= 8 else torch.int16
-        self._unit = 1 << max(0, 23 - constants.MANTISSA - constants.RANDOM_BITS)
-        tilings = tilings_of(self._group, rows, columns, constants.HADAMARD, rule.rounding == "stochastic")
-        self.specialized = {
-            tiling: Specialized(
-                _mx_kernel,
-                {"MX": constants, "BM": tiling.rows, "BN": tiling.columns},
-                num_warps=tiling.warps,
-                maxnreg=tiling.registers,
-                # a contracted multiply-add rounds once, the reference twice
-                enable_fp_fusion=False,
-            )
-            for tiling in tilings
-        }
-        self.tuned = Tuned(f"{_mx_kernel.__name__} {constants.tuning_name()}", tilings)
-
-    def arguments(
-        self,
-        x: torch.Tensor,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        rows: Direction | None,
-        columns: Direction | None,
-        rng_step: torch.Tensor,
-        spans: tuple[ShardSlice, ShardSlice],
-        coded: CodedMatrix | None,
-    ) -> tuple[MxCast, tuple[Any, ...]]:
-        """Empty outputs and all launch arguments. ``x``: the memory that is read."""
-        (M, N), device, share = shape, x.device, self._codes_a_byte
-        # codes of a part of a group would be written into the next row
-        assert rows is None or N % self._group == 0, f"rows of {N} entries are no whole groups of {self._group}"
-        padded_M = -(-M // self._group) * self._group if self._pads else M
-        row_data = row_scale = column_data = column_scale = written = None
-        if share:
-            if rows is not None:
-                row_data = torch.empty((M, N // share), dtype=self._code_dtype, device=device)
-                row_scale = torch.empty((M, N // self._block), dtype=torch.uint8, device=device)
-            if columns is not None:
-                written = column_data = torch.empty((N, padded_M // share), dtype=self._code_dtype, device=device)
-                column_scale = torch.empty((N, padded_M // self._block), dtype=torch.uint8, device=device)
-            pitches = (N // share, padded_M // share)
-        else:
-            if rows is not None:
-                row_data = torch.empty((M, N), dtype=dtype, device=device)
-            if columns is not None:
-                written = torch.empty((padded_M, N), dtype=dtype, device=device)
-                column_data = written.t()
-            pitches = (0, 0)
-        decode = torch.empty((2, 1, 1), dtype=torch.float32, device=device) if self._scales_tensor else None
-        scales = (None, None) if decode is None else decode.unbind()
-        made = MxCast(
-            row_data,
-            row_scale,
-            column_data,
-            column_scale,
-            None if rows is None else scales[0],
-            None if columns is None else scales[1],
-        )
-        if self._beside:
-            assert scales[0] is not None
-            packed, of_blocks = (torch.empty((M, N // each), dtype=torch.uint8, device=device) for each in (2, 16))
-            coded = CodedMatrix(packed, of_blocks, scales[0])
-            made = made._replace(beside=coded)
-        rows, columns = rows or _NOTHING, columns or _NOTHING
-        # placeholders for an omitted direction, which the kernel does not access
-        arguments = (
-            x,
-            *(x if out is None else out for out in (row_data, row_scale, written, column_scale)),
-            x if rows.signs is None else rows.signs,
-            x if columns.signs is None else columns.signs,
-            *(x if out is None else out for out in (rows.amax, columns.amax, decode)),
-            M,
-            padded_M,
-            N,
-            x.stride(0),
-            *pitches,
-            *rows.key,
-            *columns.key,
-            *rows.scale_key,
-            *columns.scale_key,
-            rng_step,
-            *spans[0],
-            *spans[1],
-            self._unit,
-            *(coded or (x, x, x)),
-        )
-        return made, arguments
+def _prepare(
+    x: torch.Tensor,
+    rule: MxRule,
+    out_dtype: torch.dtype | None,
+    row_block: int | None,
+    column_block: int | None,
+    codes: bool,
+    lanes_first: bool,
+    whole: bool,
+    coded: bool,
+    beside: bool,
+) -> _Prepared:
+    """``x``: the memory that is read."""
+    rows, columns = row_block is not None, column_block is not None
+    aligned, stride, dtype = x.data_ptr() % 16 == 0, x.stride(0), out_dtype or x.dtype
+    packed = x.dtype == torch.bfloat16 and (x.shape[1] | stride | x.data_ptr() // 2) % 2 == 0
+    block = row_block or column_block or 0
+    plain = (row_block == 0) + 2 * (column_block == 0) if block else 0
+    key = (block, rows, columns, packed, codes, converts_fp8(x.device), plain, lanes_first, whole, coded, beside)
+    kernel = rule.kernels.get(key)
+    if kernel is None:
+        kernel = rule.kernels[key] = MxKernel(rule, *key)
+    M, N = x.shape[0], x.shape[1] * (1 + coded)
+    padded_M, layouts = kernel.layouts(M, N, dtype)
+    pitches = (N // kernel.codes_a_byte, padded_M // kernel.codes_a_byte) if codes else (0, 0)
+    specialized_on = (x.dtype, dtype, aligned, N % 16 == 0, stride % 16 == 0, N == 1, stride == 1)
+    if codes:  # a pitch is a multiple of 8 or more under blocks of 16
+        specialized_on += tuple(pitch % 16 == 0 for pitch in pitches)
+    tiling = kernel.tuned.known(M * N)
+    specialized, programs = (None, None) if tiling is None else (kernel.specialized[tiling], tiling.programs(M, N))
+    return _Prepared(kernel, specialized, programs, layouts, (M, padded_M, N, stride, *pitches), specialized_on)

@@ -37,7 +37,7 @@ from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import NO_DRAWS, RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.transform import Transforms
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, LinearRecipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, LinearRecipe, QuantSpec
 
 _LIBRARY = torch.library.Library("megatron_lowprec", "FRAGMENT")
 
@@ -215,14 +215,20 @@ def _product(
     """``GemmBackend.gemm`` of operands by their data, scale and tensor scale; ``rows`` of the result."""
     assert a[0] is not None
     backends, operands = backends_of(key, a[0].device), []
-    for tensor, (data, scale, tensor_scale) in zip(GEMM_OPERANDS[gemm], (a, b), strict=True):
-        way = "rowwise" if SIDES[tensor][0] == gemm else "columnwise"
-        assert data is not None
-        spec = getattr(backends.context.recipe.gemms[gemm], tensor)
-        fields: dict[str, Any] = {f"{way}_data": data, f"{way}_scale": scale, f"{way}_tensor_scale": tensor_scale}
-        operands.append(QuantizedTensor(torch.Size((rows, rows)), data.dtype, spec, **fields))
+    for (spec, names), side in zip(_operands(key, gemm), (a, b), strict=True):
+        assert side[0] is not None
+        fields: dict[str, Any] = dict(zip(names, side, strict=True))
+        operands.append(QuantizedTensor(torch.Size((rows, rows)), side[0].dtype, spec, **fields))
     first, second = operands
     return backends.built(backend).gemm(gemm, first, second, dtype, bias=bias)
+
+
+@lru_cache(maxsize=64)
+def _operands(key: int, gemm: str) -> list[tuple[QuantSpec | None, tuple[str, ...]]]:
+    """Spec of each operand of a GEMM, and its fields in a ``QuantizedTensor``."""
+    ways = {tensor: "rowwise" if SIDES[tensor][0] == gemm else "columnwise" for tensor in GEMM_OPERANDS[gemm]}
+    spec, parts = getattr(_recipes[key], gemm), ("data", "scale", "tensor_scale")
+    return [(getattr(spec, tensor), tuple(f"{way}_{part}" for part in parts)) for tensor, way in ways.items()]
 
 
 product = define(

@@ -217,10 +217,15 @@ class BlackwellMxGemms(EmulatedGemms):
         if not fuses_mx(source, rule):
             return None
         assert rule is not None
-        arguments = self._cast_arguments(tensor, source.t(), rule, {name: None}, rng_step)
-        if request.rowwise and not rule.shares_directions:  # errors are summed in the order of rows
-            arguments["columns"] = arguments["columns"]._replace(lanes_first=True)
-        codes, scale, above = load("quantize").quantize_mx(**arguments, codes=True).direction(False)
+        plan = self.plans.of(tensor, source, request.rowwise, not request.rowwise)
+        way = plan.rows or plan.columns
+        assert way is not None
+        # errors are summed in the order of rows
+        way = way._replace(lanes_first=request.rowwise and not rule.shares_directions)
+        plan = plan._replace(rule=rule, reads_transpose=False, rows=None, columns=way)
+        codes, scale, above = plan.cast(source, rng_step, codes=True).direction(False)
+        assert codes is not None
+        assert scale is not None
         made = QuantizedTensor(source.shape, source.dtype, spec)
         if request.columnwise:
             made.columnwise_data, made.columnwise_scale, made.columnwise_tensor_scale = codes, scale, above

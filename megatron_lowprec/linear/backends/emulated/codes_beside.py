@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
-
 import torch
 
-from megatron_lowprec.kernels.dispatch import fuses_mx, load
-from megatron_lowprec.kernels.quantize.rule import CodedMatrix, Direction, MxCast
+from megatron_lowprec.kernels.quantize.rule import CodedMatrix, MxCast
+from megatron_lowprec.linear.backends.emulated.cast_plan import CastPlans
 from megatron_lowprec.linear.backends.protocol import GemmBackend
-from megatron_lowprec.quantization.device_rng_step import device_rng_step
-from megatron_lowprec.quantization.quantizer import Reduce, mx_rule, with_amaxes
-from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
-from megatron_lowprec.quantization.tensor import QuantizedTensor, quantized_direction
-from megatron_lowprec.quantization.transform import Transform
+from megatron_lowprec.quantization.quantizer import mx_rule
+from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.recipe.schema import LinearRecipe, QuantSpec
 
 
@@ -45,48 +40,22 @@ class CodesBeside(GemmBackend):
 
     Attributes:
         can_save_codes: ``codes_for_wgrad``, of operands that are values.
-        specs, rounding: of the backend.
+        specs, plans: of the backend.
     """
 
     can_save_codes: bool
     specs: dict[tuple[str, str], QuantSpec | None]
-    rounding: Mapping[tuple[str, str], RandomStream]
+    plans: CastPlans
 
     def saves_codes(self, x_TI: torch.Tensor) -> bool:
         """As ``GemmBackend``: where the MX kernel quantizes."""
-        spec = self.specs["fprop", "input"] if self.can_save_codes else None
-        return spec is not None and x_TI.stride(1) == 1 and fuses_mx(x_TI, mx_rule(spec))
+        return self.can_save_codes and x_TI.stride(1) == 1 and self.plans.of("input", x_TI).rule is not None
 
     def requantize(self, x: QuantizedTensor, rng_step: RngStep) -> QuantizedTensor:
         """As ``GemmBackend``."""
-        place = "wgrad", "input"
-        spec, stream, transform = self.specs[place], self.rounding[place], self.transform("wgrad", rng_step)
         (codes, scale), of_tensor = x.rowwise(), x.rowwise_tensor_scale
-        assert spec is not None
         assert scale is not None
         assert of_tensor is not None
-        rule = mx_rule(spec, None if transform is None else transform.spec)
-        assert rule is not None
-        matrix, way = CodedMatrix(codes, scale, of_tensor), self._direction(*place, transform, codes.device)
-        cast: MxCast = load("quantize").quantize_mx(
-            matrix,
-            rule,
-            **with_amaxes(matrix, rule, None, way, reduce_amax=self.reduction(*place)),
-            rng_step=device_rng_step(rng_step, codes.device),
-            spans=(stream.column_span, stream.row_span),
-            out_dtype=x.dtype,
-        )
-        data, _, of_operand = cast.direction(False)
-        assert data is not None
-        return quantized_direction(x, spec, False, data, transform, None, of_operand)
-
-    @abstractmethod
-    def transform(self, name: str, rng_step: RngStep) -> Transform | None:
-        """The GEMM's Hadamard transform at an RNG step."""
-
-    @abstractmethod
-    def reduction(self, name: str, tensor: str) -> Reduce | None:
-        """Maximum over the ranks that share a current scale of an operand; None without such ranks."""
-
-    @abstractmethod
-    def _direction(self, name: str, tensor: str, transform: Transform | None, device: torch.device) -> Direction: ...
+        plan = self.plans.of("input", codes, False, True)
+        cast = plan.cast(CodedMatrix(codes, scale, of_tensor), rng_step, out_dtype=x.dtype)
+        return plan.quantized(x, self.specs["wgrad", "input"], cast)

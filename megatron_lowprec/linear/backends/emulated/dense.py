@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import mul
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
 from megatron_lowprec.kernels.gemm.reference import Product, gemm
 from megatron_lowprec.kernels.mx_gemm.operand import aligned_codes
-from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import block_amax, encode, scale_blocks
-from megatron_lowprec.kernels.quantize.rule import Direction, MxCast, MxRule
+from megatron_lowprec.kernels.quantize.rule import Direction
+from megatron_lowprec.linear.backends.emulated.cast_plan import CastPlans
 from megatron_lowprec.linear.backends.emulated.codes_beside import CodesBeside, codes_beside, codes_for_wgrad
 from megatron_lowprec.linear.backends.emulated.product_operand import ProductOperand
 from megatron_lowprec.linear.backends.protocol import (
@@ -29,16 +30,15 @@ from megatron_lowprec.linear.backends.protocol import (
 from megatron_lowprec.linear.layer_tensors import in_memory
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
-from megatron_lowprec.quantization.device_rng_step import device_rng_step
 from megatron_lowprec.quantization.error_stats import error_stats
 from megatron_lowprec.quantization.frozen_weight import FrozenWeight
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
-from megatron_lowprec.quantization.quantizer import Reduce, mx_rule, quantize_by_reference, with_amaxes
+from megatron_lowprec.quantization.quantizer import Reduce, mx_rule, quantize_by_reference
 from megatron_lowprec.quantization.random_stream import NO_DRAWS, RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes, quantized_direction
 from megatron_lowprec.quantization.token_rows import stored_codes
 from megatron_lowprec.quantization.transform import Transform
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, HadamardSpec, QuantSpec
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
 
 
 class EmulatedGemms(CodesBeside):
@@ -47,6 +47,7 @@ class EmulatedGemms(CodesBeside):
     Attributes:
         rounding, transforms: of the context.
         specs: spec by GEMM and tensor; None if not quantized.
+        plans: of casts by the fused kernel.
         alpha: factor of each GEMM's fp32 sum.
         products: GEMMs that ``emulate_accumulator`` sums otherwise.
         packs: requested codes are bytes as kernels write them, in both directions, for a backend that multiplies them.
@@ -64,6 +65,7 @@ class EmulatedGemms(CodesBeside):
             for name, tensors in GEMM_OPERANDS.items()
             for tensor in tensors
         }
+        self.plans = CastPlans(context, self.specs, self.by_kernel)
         self.can_save_codes = codes_for_wgrad(recipe) and self.by_kernel and not self.packs
         weights = {self.specs[gemm, "weight"] for gemm in SIDES["weight"]}
         if any(spec is not None and spec.block is not None and spec.block[0] > 1 for spec in weights):
@@ -106,24 +108,19 @@ class EmulatedGemms(CodesBeside):
         source = matrix
         if spec.source == "fprop":
             source, known = self._of_fprop(tensor, of_fprop, rng_step, known), None
-        operand, transform = source if rowwise else source.t(), self.transform(name, rng_step)
-        other = SIDES[tensor][1] if rowwise and columnwise else None
-        by_column = None if other is None else self.transform(other, rng_step)
-        rule = mx_rule(spec, _transform_spec(transform, by_column))
-        if self.by_kernel and fuses_mx(operand, rule, _transform_block(transform, by_column), codes):
-            ways = {name: transform} if other is None else {name: transform, other: by_column}
-            arguments = self._cast_arguments(tensor, operand, rule, ways, rng_step, known)
-            cast: MxCast = load("quantize").quantize_mx(**arguments, codes=codes, beside=beside, out_dtype=matrix.dtype)
-            made, scale, of_tensor = cast.direction(operand.stride(1) == 1)
-            assert made is not None
-            data = stored_codes(made, spec, matrix.dtype) if codes and not self.packs else made
-            quantized = quantized_direction(matrix, spec, rowwise, data, transform, scale, of_tensor)
-            if other is not None:
-                quantized.columnwise_data, by_block, quantized.columnwise_tensor_scale = cast.direction(False)
-                quantized.columnwise_scale = by_block
-                quantized.columnwise_transform = None if by_column is None else by_column.spec
-            quantized.beside = codes_beside(quantized, cast)
+        plan = self.plans.of(tensor, source, rowwise, columnwise, codes)
+        if plan.rule is not None:
+            if known is None and spec.scaling == "delayed":
+                known = self._known_amax(tensor, spec)
+            cast = plan.cast(source, rng_step, known, codes=codes, beside=beside, out_dtype=matrix.dtype)
+            quantized = plan.quantized(matrix, spec, cast)
+            if codes and not self.packs:
+                side = "rowwise_data" if rowwise else "columnwise_data"
+                setattr(quantized, side, stored_codes(getattr(quantized, side), spec, matrix.dtype))
+            if beside:
+                quantized.beside = codes_beside(quantized, cast)
             return quantized, None
+        operand, transform = source if rowwise else source.t(), self.transform(name, rng_step)
         folds = spec.folds_scale and name not in self.products and not codes
         data, scale, of_tensor = quantize_by_reference(
             operand,
@@ -162,7 +159,7 @@ class EmulatedGemms(CodesBeside):
         rows, length = reversed(matrix.shape) if columnwise else matrix.shape
         block = 1 if transform is None else transform.block
         size, operand = (rows, -(-length // block) * block), matrix.t() if columnwise else matrix
-        rule = None if spec is None else mx_rule(spec, _transform_spec(transform))
+        rule = None if spec is None else mx_rule(spec, None if transform is None else transform.spec)
         by_columns = fuses_mx(operand, rule, block) and operand.stride(1) != 1  # which the kernel writes transposed
         data = matrix.new_empty(size[::-1]).t() if by_columns else matrix.new_empty(size)
         scale = of_tensor = None
@@ -183,12 +180,11 @@ class EmulatedGemms(CodesBeside):
             return matrix.dequantized()
         matrix, spec = in_memory(matrix), self.specs["fprop", tensor]
         assert spec is not None
-        rule = mx_rule(spec)
-        fuses = self.by_kernel and rule is not None and rule.target is not None and fuses_mx(matrix, rule)
-        if fuses and spec.headroom == 1.0 and self.transform("fprop", rng_step) is None:
-            arguments = self._cast_arguments(tensor, matrix, rule, {"fprop": None}, rng_step, amax)
-            cast: MxCast = load("quantize").quantize_mx(**arguments, whole=True, out_dtype=torch.float32)
-            values = cast.direction(matrix.stride(1) == 1)[0]
+        plan = self.plans.of(tensor, matrix)
+        scales_tensor = plan.rule is not None and plan.rule.target is not None
+        if scales_tensor and spec.headroom == 1.0 and self.transforms.of("fprop") is None:
+            known = self._known_amax(tensor, spec) if amax is None else amax
+            values = plan.cast(matrix, rng_step, known, whole=True, out_dtype=torch.float32).rowwise_data
             assert values is not None
             return values
         request = CastRequest(True, False, update_amax=False, codes=spec.tensor_scale is not None)
@@ -214,16 +210,9 @@ class EmulatedGemms(CodesBeside):
 
     def fuses_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
         """As ``GemmBackend``: where the MX kernel does."""
-        by_row, by_column = SIDES[tensor]
-        spec = self.specs[by_row, tensor]
-        if spec is None or not isinstance(matrix, torch.Tensor) or matrix.stride(1) != 1:
+        if self.specs[SIDES[tensor][0], tensor] is None or not isinstance(matrix, torch.Tensor):
             return False
-        transforms = [self.transform(gemm, rng_step) for gemm in (by_row, by_column)]
-        if len({(one.block, one.spec.output) for one in transforms if one is not None}) > 1:
-            return False  # one kernel has one of each
-        rule = mx_rule(spec, _transform_spec(*transforms))
-        together = rule is not None and (rule.block_rows == 1 or rule.shares_directions)
-        return together and fuses_mx(matrix, rule, _transform_block(*transforms))
+        return matrix.stride(1) == 1 and self.plans.of(tensor, matrix, columnwise=True).rule is not None
 
     def gemm(
         self,
@@ -245,7 +234,7 @@ class EmulatedGemms(CodesBeside):
             b_scale=right.scale,
             a_block=left.block,
             b_block=right.block,
-            alpha=math.prod((one.alpha for one in (left, right) if one.alpha is not None), start=self.alpha[name]),
+            alpha=_product_of(self.alpha[name], left.alpha, right.alpha),
             out_dtype=out_dtype,
             accumulate_into=accumulate_into,
             overwrite=overwrite,
@@ -270,23 +259,21 @@ class EmulatedGemms(CodesBeside):
         An operand with fprop's values begins with fprop's cast, so its amax is fprop's. None for a matrix that the
         kernel does not read, or without tensor scales.
         """
-        ways, rounds = list[Direction](), False
-        for name, operand in zip(SIDES[tensor], (matrix, matrix.t()), strict=True):
+        ways, reduce_amax, rounds = list[Direction](), None, False
+        for name, rowwise in zip(SIDES[tensor], (True, False), strict=True):
             spec = self.specs[name, tensor]
             if spec is None or spec.tensor_scale is None or spec.scaling == "delayed":
                 return None
             if spec.source == "fprop":
                 break
-            transform = self.transform(name, rng_step)
-            rule = mx_rule(spec, _transform_spec(transform))
-            fused = self.by_kernel and fuses_mx(operand, rule, _transform_block(transform)) and matrix.stride(1) == 1
-            if rule is None or not fused or (transform is not None and not ways):
+            plan = self.plans.of(tensor, matrix, rowwise, not rowwise)
+            way = plan.rows if rowwise else plan.columns
+            if plan.rule is None or way is None or (rowwise and way.transform is not None):
                 return None
-            ways.append(self._direction(name, tensor, transform, matrix.device))
-            rounds = rule.rounds_transform
+            ways.append(way.at(self.transforms, rng_step, matrix.device))
+            reduce_amax, rounds = plan.reduce_amax if rowwise else reduce_amax, plan.rule.rounds_transform
         by_row, by_column = ways[0], ways[1] if len(ways) > 1 else None
         found = load("amax").operand_amaxes(matrix, rows=by_row, columns=by_column, rounds_transform=rounds)
-        reduce_amax = self.reduction(SIDES[tensor][0], tensor)
         of_rows, of_columns = (found if reduce_amax is None else reduce_amax(found)).split(1)
         return of_rows, of_rows if by_column is None else of_columns
 
@@ -296,71 +283,22 @@ class EmulatedGemms(CodesBeside):
         assert spec is not None
         rounded = matrix if spec.source == "original" else self._of_fprop(tensor, matrix, rng_step)
         columnwise = name == SIDES[tensor][1]
-        operand, rounded = (each.t() if columnwise else each for each in (matrix, rounded))
-        takes_codes = spec.scale_format == "e8m0"  # statistics take codes with these scales
-        rule = mx_rule(spec, _transform_spec(transform)) if takes_codes else None
-        if fuses_mx(rounded, rule, _transform_block(transform), codes=True):
-            arguments = self._cast_arguments(tensor, rounded, rule, {name: transform}, rng_step)
-            cast: MxCast = load("quantize").quantize_mx(**arguments, codes=True)
-            data, scale, _ = cast.direction(rounded.stride(1) == 1)
+        operand = matrix.t() if columnwise else matrix
+        plan = self.plans.of(tensor, rounded, not columnwise, columnwise, codes=True)
+        if plan.rule is not None and spec.scale_format == "e8m0":  # statistics take codes with these scales
+            cast = plan.cast(rounded, rng_step, self._known_amax(tensor, spec), codes=True)
+            data, scale, _ = cast.direction(not columnwise)
             signs = None if transform is None else transform.scaled_signs(matrix.device).sign()
             return error_stats(operand, QuantizedTensor(operand.shape, operand.dtype, spec, data, scale), signs=signs)
-        made = quantize_by_reference(
-            rounded, spec, transform=transform, **self._arguments(name, tensor, spec, rng_step)
-        )
+        rounded = rounded.t() if columnwise else rounded
+        arguments = self._arguments(name, tensor, spec, rng_step)
+        made = quantize_by_reference(rounded, spec, transform=transform, **arguments)
         signs = None if transform is None else transform.signs(matrix.device)
         return error_stats(operand, quantized_direction(operand, spec, True, made.data, None, *made[1:]), signs=signs)
 
     def transform(self, name: str, rng_step: RngStep) -> Transform | None:
         """The GEMM's Hadamard transform at an RNG step."""
         return self.transforms.at(name, rng_step)
-
-    def _cast_arguments(
-        self,
-        tensor: str,
-        operand: torch.Tensor,
-        rule: MxRule | None,
-        transforms: dict[str, Transform | None],
-        rng_step: RngStep,
-        amax: torch.Tensor | None = None,
-    ) -> dict[str, Any]:
-        """Arguments of ``quantize_mx``, which reads rows that are contiguous: the operand's, or its transpose's.
-
-        The caller calls the kernel: a frame less between a layer and a launch.
-
-        Args:
-            operand: [R, K], contracted dimension last, rows or columns contiguous.
-            rule: one that the kernel has.
-            transforms: of the operand's GEMM; with a second GEMM, that of the columnwise data, which are quantized too.
-                Rows are contiguous then.
-            amax: fp32 [1] over all ranks, if known.
-        """
-        (name, *_), by_rows, device = transforms, operand.stride(1) == 1, operand.device
-        spec, stream = self.specs[name, tensor], self.rounding[name, tensor]
-        assert spec is not None
-        assert rule is not None
-        found = [self._direction(gemm, tensor, transform, device) for gemm, transform in transforms.items()]
-        direction, second = found if len(found) > 1 else (*found, None)
-        read, ways = (operand, (direction, second)) if by_rows else (operand.t(), (second, direction))
-        known, reduction, spans = (
-            self._known_amax(tensor, spec) if amax is None else amax,
-            self.reduction(name, tensor),
-            (stream.row_span, stream.column_span),
-        )
-        return {
-            "x": read,
-            "rule": rule,
-            "rng_step": device_rng_step(rng_step, device),
-            "spans": spans if by_rows else spans[::-1],
-            **with_amaxes(read, rule, *ways, known=known, reduce_amax=reduction),
-        }
-
-    def _direction(self, name: str, tensor: str, transform: Transform | None, device: torch.device) -> Direction:
-        signs = None if transform is None else transform.scaled_signs(device)
-        stream, spec = self.rounding[name, tensor], self.specs[name, tensor]
-        of_scales = spec is not None and spec.scale.rounding == "stochastic"
-        scale_key = Key.of(stream.of_scales().key) if of_scales else Key()
-        return Direction(Key.of(stream.key), signs, scale_key=scale_key)
 
     def reduction(self, name: str, tensor: str) -> Reduce | None:
         """Maximum over the ranks that share a current scale of an operand; None without such ranks."""
@@ -387,10 +325,7 @@ def _whole_blocks(data: torch.Tensor, block: Sequence[int]) -> tuple[int, int]:
     return -(-data.shape[0] // block[0]), -(-data.shape[1] // block[1])
 
 
-def _transform_block(*transforms: Transform | None) -> int:
-    """Block of the transforms, which is one; 1 without any."""
-    return next((one.block for one in transforms if one is not None), 1)
-
-
-def _transform_spec(*transforms: Transform | None) -> HadamardSpec | None:
-    return next((one.spec for one in transforms if one is not None), None)
+def _product_of(alpha: float, *of_tensors: torch.Tensor | None) -> float | torch.Tensor:
+    """alpha times the scales of both tensors, in this order; of 1 without a launch."""
+    found = [each for each in (alpha, *of_tensors) if each is not None]
+    return reduce(mul, found[alpha == 1.0 and len(found) > 1 :])

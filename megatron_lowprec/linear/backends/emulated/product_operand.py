@@ -22,9 +22,9 @@ class ProductOperand(NamedTuple):
         """One direction of a quantized tensor."""
         data, scale = operand.columnwise() if columnwise else operand.rowwise()
         above = operand.columnwise_tensor_scale if columnwise else operand.rowwise_tensor_scale
-        if operand.spec is None:
-            return ProductOperand(data, scale, (1, 1), above)
-        if (outer := operand.spec.outer_block) is None:
-            return ProductOperand(data, scale, block_sizes(operand.spec, data), above)
-        assert scale is None, "fast accumulation of operands with outer blocks is not emulated"
-        return ProductOperand(data, above, outer, None)
+        spec = operand.spec
+        if spec is not None and spec.outer_block is not None:
+            assert scale is None, "fast accumulation of operands with outer blocks is not emulated"
+            return ProductOperand(data, above, spec.outer_block, None)
+        block = (1, 1) if spec is None or scale is None else block_sizes(spec, data)
+        return ProductOperand(data, scale, block, above)

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lowprec.mcore.fusion import GradOutputChannel
 from tests.checks import run_checks
@@ -221,6 +222,26 @@ def saved_memory(recipe: str, shape: str) -> None:
         storages.clear()
     equal_but_for((), results[1], results[0])
     assert held[1] < held[0], held
+
+
+def turned_queries_and_keys(recipe: str, kept: bool, **more: Any) -> None:
+    """Behind the fused rope nothing holds linear_qkv's output, unless the norms of queries and keys do."""
+    made: list[StorageWeakRef] = []
+    held: list[bool] = []
+
+    def look(*_: Any) -> None:
+        gc.collect()  # the interpreter holds its arguments in a cycle
+        held.append(not made[-1].expired())
+
+    def prepare(model: torch.nn.Module) -> None:
+        for layer in model.decoder.layers:
+            layer.self_attention.linear_qkv.register_forward_hook(
+                lambda _, inputs, outputs: made.append(StorageWeakRef(outputs[0].untyped_storage()))
+            )
+            layer.self_attention.linear_proj.register_forward_pre_hook(look)
+
+    run("llama", True, prepare, recipe=recipe, **more)
+    assert held == [kept, kept]
 
 
 def vocabulary_gradients(shape: str) -> None:
@@ -583,6 +604,11 @@ CHECKS |= {
 CHECKS |= {
     f"vocabulary-gradients-{shape}": lambda shape=shape: vocabulary_gradients(shape) for shape in ("gpt", "llama-tp")
 }
+CHECKS |= {
+    f"turned-{recipe}": lambda recipe=recipe: turned_queries_and_keys(recipe, False)
+    for recipe in ("bf16", "fp8_current")
+}
+CHECKS["turned-norms"] = lambda: turned_queries_and_keys("bf16", True, qk_layernorm=True)
 CHECKS["observed-gradients"] = lambda: observed_gradients("llama")
 DROPOUT = {"hidden_dropout": 0.1 if DEVICE == "cuda" else 0.5}
 CHECKS["fusions-delayed"] = lambda: fusions("fp8_delayed", taken=3, read=2, **DROPOUT)

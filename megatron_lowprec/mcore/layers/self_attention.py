@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.kernels.cast_fp8.prologue import QkvGrad
@@ -109,7 +110,15 @@ class LowPrecSelfAttention(SelfAttention):
             # heads of a group are apart until here, so that no copy joins them
             query = query if query.dim() == 5 else query.unsqueeze(3)
             query, key = _Rope.apply(query, key.unsqueeze(3), self._angles)
+            if not self._normalizes:  # whose inputs are views of linear_qkv's output, and saved
+                others[0] = others[0].contiguous()  # of values, the last view that would keep that output
         return query, key, *others
+
+    @property
+    def _normalizes(self) -> bool:
+        """Whether queries or keys have a norm."""
+        norms = self.q_layernorm, self.k_layernorm
+        return any(norm is not None and not isinstance(norm, IdentityOp) for norm in norms)
 
     def _query_key_value(
         self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None, **options: Any
@@ -132,7 +141,7 @@ class LowPrecSelfAttention(SelfAttention):
             layer.channel = None
         query, key, value = _Split.apply(mixed, widths, channel, layer.bias is not None)
         query = query.unflatten(-1, (-1, self.hidden_size_per_attention_head))
-        if self._angles is None or self.q_layernorm is not None:
+        if self._angles is None or self._normalizes:
             query = query.flatten(2, 3)
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)

@@ -81,11 +81,17 @@ def activations(config: Config, layer: int) -> list[SavedTensor]:
     query = tokens * heads * channels / tensor
     key_value = tokens * config.num_query_groups * channels / tensor
     turned, grouped = config.position_embedding_type == "rope", config.num_query_groups < heads
+    by_kernel = turned and config.rope_type == "rope"
     saved = [
         SavedTensor(
             "input of linear_qkv", stream_entries(config), input_of="self_attention.linear_qkv", behind_norm=True
         ),
-        SavedTensor("output of linear_qkv", query + 2 * key_value),
+        SavedTensor("values", key_value),
+        SavedTensor(
+            "queries and keys in the output of linear_qkv",
+            query + key_value,
+            unfused=by_kernel and not config.qk_layernorm,
+        ),
         output(query),
     ]
     if turned or grouped:
@@ -94,7 +100,7 @@ def activations(config: Config, layer: int) -> list[SavedTensor]:
         saved.append(SavedTensor("inputs of the norms of queries and keys", query + key_value))
     if turned:  # for queries and keys; a kernel rotates by the plain rope
         entries = 4 * config.shape.seq_length * int(channels * config.rotary_percent)
-        saved.append(SavedTensor("cosines and sines", entries, unfused=config.rope_type == "rope"))
+        saved.append(SavedTensor("cosines and sines", entries, unfused=by_kernel))
     return saved + core_attention(config)
 
 

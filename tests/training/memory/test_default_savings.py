@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
 from megatron_lowprec.training.config.memory_options import memory_notes
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
-from megatron_lowprec.training.memory.plan import plan
+from megatron_lowprec.training.memory.plan import GIB, plan
 
 # config: GPUs, tensor-parallel size, microbatch, padded vocabulary
 LAYOUTS = {
@@ -51,6 +52,24 @@ def test_large_models_need_no_more_than_in_bf16(name: str, microbatches: int) ->
     bf16 = peak(name, "bf16", microbatches)
     found = {recipe: peak(name, recipe, microbatches) / bf16 for recipe in (*NATIVE, *EMULATED)}
     assert {recipe: share for recipe, share in found.items() if share > (0.97 if recipe in NATIVE else 1.0)} == {}
+
+
+def test_the_comments_of_a_config_are_its_plans() -> None:
+    text = (SHIPPED / "configs/models/llama3_8b.yaml").read_text(encoding="utf-8")
+    layouts = re.findall(r"^#   (\d) H\d00s(?: as below|, data parallel: (.*)): (\d+)$", text, re.M)
+    found = [whole_plan("llama3_8b", "fp8_current", int(gpus), *flags.split()) for gpus, flags, _ in layouts]
+    assert [round(each / GIB) for each in found] == [int(gib) for *_, gib in layouts]
+    assert len(layouts) == 3
+
+
+def whole_plan(name: str, recipe: str, gpus: int, *flags: str) -> float:
+    """Planned peak of a config as it is."""
+    words = ["--config", str(SHIPPED / f"configs/models/{name}.yaml"), "--recipe", recipe, *flags]
+    asked, given, _ = parse(words)
+    config, _ = resolve_recipe(resolve_model(asked), load_recipe(recipe), given)
+    config = resolve_run(config, gpus, gpus=True)
+    config = resolve_cuda_graphs(config, load_recipe(recipe), gpus, gpus=True)[0]
+    return plan(config, load_recipe(recipe), LAYOUTS[name][-1], gpus).peak
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,10 @@ class GemmBackend(ABC):
         """
         made, sums = self.quantize(tensor, matrix, rng_step, request, amax)
         found = [each for name in FIELDS if (each := getattr(made, name)) is not None]
-        memory = [each.untyped_storage().data_ptr() for each in found] if len(found) > 1 else [0]
-        return [*(each.clone() if memory[i] in memory[:i] else each for i, each in enumerate(found)), sums]
+        if request.rowwise and request.columnwise:
+            memory = [each.untyped_storage().data_ptr() for each in found]
+            found = [each.clone() if memory[i] in memory[:i] else each for i, each in enumerate(found)]
+        return [*found, sums]
 
     def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor | None:
         """What ``quantize`` returns for a matrix of this size, dtype and device, with data and scales not filled.

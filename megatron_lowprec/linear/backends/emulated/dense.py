@@ -274,7 +274,7 @@ class EmulatedGemms(CodesBeside):
             reduce_amax, rounds = plan.reduce_amax if rowwise else reduce_amax, plan.rule.rounds_transform
         by_row, by_column = ways[0], ways[1] if len(ways) > 1 else None
         found = load("amax").operand_amaxes(matrix, rows=by_row, columns=by_column, rounds_transform=rounds)
-        of_rows, of_columns = (found if reduce_amax is None else reduce_amax(found)).split(1)
+        of_rows, of_columns = (found if reduce_amax is None else reduce_amax(found)).view(2, 1).unbind()
         return of_rows, of_rows if by_column is None else of_columns
 
     def error_stats(self, name: str, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:

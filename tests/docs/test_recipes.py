@@ -28,29 +28,31 @@ from megatron_lowprec.sweep import spec as sweep
 from tests.docs.markdown import PAGES, ROOT, Fence, fences, name_of, numbers, prose
 from tests.environment import PLACE_IN_LAUNCH
 from tools import doc_tables
+from tools.tables import of_recipes
+from tools.tables.pages import named_recipes, page_of, pages, tables_of
 
 FAMILIES = sorted(page for page in (ROOT / "docs/recipes").glob("*.md") if page.stem not in ("README", "custom"))
 NUMERICS = ROOT / "docs/design/numerics.md"
 
 
 # ---- generated tables
-@pytest.mark.parametrize("page", doc_tables.pages(), ids=name_of)
+@pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_tables_equal_the_registry(page: Path) -> None:
     assert page.read_text(encoding="utf-8") == doc_tables.rewritten(page), "run python tools/doc_tables.py"
 
 
-@pytest.mark.parametrize("name", doc_tables.named_recipes())
+@pytest.mark.parametrize("name", named_recipes())
 def test_every_recipe_has_a_page(name: str) -> None:
-    pages = doc_tables.page_of(name)
-    assert pages or name == "bf16", f"{name} is on no page of docs/recipes: give it a table operands or differences"
-    assert len({page for page in pages if page.stem != "custom"}) <= 1, f"{name} is on {pages}"
-    for page in pages:
+    found = page_of(name)
+    assert found or name == "bf16", f"{name} is on no page of docs/recipes: give it a table operands or differences"
+    assert len({page for page in found if page.stem != "custom"}) <= 1, f"{name} is on {found}"
+    for page in found:
         assert f"`{name}`" in prose(page) or name in page.read_text(encoding="utf-8").splitlines()[0]
 
 
 def test_every_page_names_recipes_that_run_somewhere() -> None:
     for page in FAMILIES:
-        tables = doc_tables.tables_of(page.read_text(encoding="utf-8"))
+        tables = tables_of(page.read_text(encoding="utf-8"))
         assert {"operands", "execution"} <= {kind for kind, *_ in tables}, name_of(page)
         described, executed = (
             {name for kind, *names in tables if kind in kinds for name in names if name in recipes()}
@@ -130,7 +132,7 @@ def test_a_table_of_an_operand_shows_every_field() -> None:
         if name in ("history", "history_rule", "history_update", "margin"):
             before = dataclasses.replace(plain, scaling="delayed")
         after = dataclasses.replace(before, **changes)  # type: ignore[arg-type]
-        assert doc_tables._numerics(before) != doc_tables._numerics(after), name
+        assert of_recipes._numerics(before) != of_recipes._numerics(after), name
 
 
 # ---- docs/recipes/custom.md

@@ -42,7 +42,7 @@ from megatron_lowprec.training.config.arguments import build_parser, parse, read
 from megatron_lowprec.training.config.options import Config  # noqa: E402
 from megatron_lowprec.training.config.resolve import resolve_model  # noqa: E402
 from megatron_lowprec.training.schedule import plan  # noqa: E402
-from tools import doc_tables  # noqa: E402
+from tools.tables import of_recipes  # noqa: E402
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "seq_length": 32, "bf16": True}
 CONFIG = Config(**SIZES, global_batch_size=4, lr=1e-3, micro_batch_size=4, train_iters=2, mock_data=True)  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def sweeps_and_reports() -> None:
 
 
 def docs() -> None:
-    rows = {row[0]: row for row in doc_tables._options(Path("page.md"), "OptimizerOptions")}
+    rows = {row[0]: row for row in of_recipes._options(Path("page.md"), "OptimizerOptions")}
     assert rows["`--added-rate`"][1:3] == ("`0.5`", "the rate of a test; at least 0")
     assert rows["`--added-width`"][3].startswith("refused")
 

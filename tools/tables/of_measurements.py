@@ -1,0 +1,130 @@
+"""Tables of measurements, from the JSON of tools.bench and tools/numerics.py:
+
+    steps FILE ...                 steps of ``tools.bench step`` over bf16's, with the quantizers' kernels
+    backward FILE                  the backward pass of ``tools.bench overhead`` over bf16's
+    linears FILE RECIPE ...        kernels of ``tools.bench linear`` over bf16's
+    quantizers FILE COUNTS SIZE    ``tools.bench quantize`` beside the time that bytes and instructions predict
+    experiment FILE TABLE COLUMN ...  a table of tools/numerics.py, by the JSON file's keys; all columns without names
+    bench FILE COLUMN ...          rows of tools.bench; COLUMN is KEY for all, KEY=PATTERN for those rows alone
+
+A FILE is beside the page.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from tools.tables.pages import Row
+
+_INSTRUCTIONS_A_SECOND = 0.75 * 132 * 4 * 32 * 1.7e9  # of H200's threads: 75% of the issue slots at 1.7 GHz
+
+
+def _experiment(page: Path, name: str, table: str, *keys: str) -> Iterator[Row]:
+    found = json.loads((page.parent / name).read_text(encoding="utf-8"))["tables"][table]
+    columns = {column["key"]: column for column in found["columns"]}
+    chosen = [columns[key] for key in keys or columns]
+    yield [column["heading"].replace("\n", " ") for column in chosen]
+    for row in found["rows"]:
+        values = [(row.get(column["key"]), column["form"]) for column in chosen]
+        yield ["" if value is None else format(value, form) for value, form in values]
+
+
+_BENCH: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "variant": ("", lambda row: str(row["variant"]).partition(",")[0]),
+    "mode": ("", lambda row: str(row["variant"]).partition(", ")[2] or "eager"),
+    "kind": ("", lambda row: str(row["kind"])),
+    "ms": ("ms", lambda row: f"{row['ms']:.1f}{_apart(row)}"),
+    "range": ("range", lambda row: f"{row['low']:.1f} to {row['high']:.1f}"),
+    "over_bf16": ("over bf16", lambda row: f"{row['over_bf16']:.3f}"),
+    "kernel_ms": ("kernels", lambda row: f"{row['kernel_ms']:.1f}"),
+    "host_ms": ("host", lambda row: f"{row['host_ms']:.0f}"),
+    "share": ("share", lambda row: f"{row['share']:.0%}"),
+    "floor_ms": ("floor", lambda row: "" if row.get("floor_ms") is None else f"{row['floor_ms']:.0f}"),
+}
+_NEAR = 0.05  # rounds that are said to differ
+
+
+def _apart(row: dict[str, Any]) -> str:
+    return f" (rounds {row['noise']:.0%} apart)" if row.get("noise", 0.0) > _NEAR else ""
+
+
+def _bench(page: Path, name: str, *columns: str) -> Iterator[Row]:
+    """Milliseconds; a range is from the 20th to the 80th percentile."""
+    content = json.loads((page.parent / name).read_text(encoding="utf-8"))
+    rows = [row for table in content["tables"] for row in table["rows"] if not row.get("failed")]
+    shown = [column for column in columns if "=" not in column]
+    for key, pattern in (column.split("=") for column in columns if "=" in column):
+        rows = [row for row in rows if fnmatchcase(str(row[key]), pattern)]
+    yield [_BENCH[key][0] for key in shown]
+    yield from ([_BENCH[key][1](row) for key in shown] for row in rows)
+
+
+def _steps(page: Path, *names: str) -> Iterator[Row]:
+    yield "model, batch", "recipe", "step, ms", "over bf16", "kernels, ms", "quantizers of these", "amaxes", "peak GiB"
+    for name in names:
+        for row in json.loads((page.parent / name).read_text(encoding="utf-8"))["tables"][0]["rows"]:
+            spent = {kernel["name"]: kernel["ms"] for kernel in row["runs"][0]["kernels"]}
+            quantizers = [spent.get(kernel) for kernel in ("_mx_kernel", "_operand_amaxes_kernel")]
+            yield (
+                *(f"{row['model'].upper()}, {row['batch']}", row["recipe"], f"{row['ms']:.1f}"),
+                *(f"{row['over_bf16']:.3f}", f"{row['kernel_ms']:.1f}"),
+                *("" if found is None else f"{found:.1f}" for found in quantizers),
+                f"{row['peak_gib']:.1f}",
+            )
+
+
+def _backward(page: Path, name: str) -> Iterator[Row]:
+    yield "shapes", "recipe", "backward, ms", "over bf16", "share of RHT", "share of SR"
+    for row in json.loads((page.parent / name).read_text(encoding="utf-8"))["tables"][1]["rows"]:
+        shares = ("" if row[part] is None else f"{row[part]:.1%}" for part in ("rht", "sr"))
+        yield row["model"], row["recipe"], f"{row['ms']:.2f}", f"{row['over_bf16']:.3f}", *shares
+
+
+def _linears(page: Path, name: str, *names: str) -> Iterator[Row]:
+    rows = json.loads((page.parent / name).read_text(encoding="utf-8"))["tables"][0]["rows"]
+    found = {(row["linear"], row["recipe"]): row for row in rows}
+    yield "linear", "bf16, ms", *(f"{each}, over bf16" for each in names)
+    for linear in dict.fromkeys(row["linear"] for row in rows):
+        over = (found[linear, each]["graph_over_bf16"] for each in names)
+        yield linear, f"{found[linear, 'bf16']['graph_ms']:.3f}", *(f"{each:.2f}" for each in over)
+
+
+def _quantizers(page: Path, name: str, counts: str, size: str) -> Iterator[Row]:
+    content = json.loads((page.parent / name).read_text(encoding="utf-8"))
+    fewest: dict[tuple[str, ...], float] = {}
+    for row in json.loads((page.parent / counts).read_text(encoding="utf-8"))["rows"]:
+        variant = row["format"], row["kind"], row["direction"]
+        fewest[variant] = min(row["total"], fewest.get(variant, math.inf))
+    yield (
+        *("format", "rounding, transform", "direction", "bytes an entry", "instructions an entry", "time, us"),
+        *("of the large copy", "of a copy of the size", "predicted", "limited by"),
+    )
+    for row in content["tables"][0]["rows"]:
+        if row["size"] == size:
+            variant = row["format"], row["kind"], row["direction"]
+            entries = math.prod(map(int, size.split("x")))
+            moved = row["moved_bytes"] / entries
+            read = 2 if row["format"] == "nvfp4" else 0  # by the pass for the amax
+            rate = row["tb_s"] * 1e12 / row["of_same_copy"]
+            ways = [(*variant[:2], way) for way in ("rows", "columns")]  # two kernels, or one for a shared output
+            counted = fewest.get(variant) or sum(fewest.get(way, 0.0) for way in ways)
+            bytes_take, instructions_take = (moved - read) / rate, counted / _INSTRUCTIONS_A_SECOND
+            predicted = moved / rate / (read / rate + max(bytes_take, instructions_take))
+            yield (
+                *(*variant, f"{moved:.0f}", f"{counted:.1f}", f"{1e3 * row['ms']:.0f}"),
+                *(f"{share:.0%}" for share in (row["of_large_copy"], row["of_same_copy"], predicted)),
+                "bytes" if bytes_take >= instructions_take else "instructions",
+            )
+
+
+TABLES: dict[str, Callable[..., Iterator[Row]]] = {
+    "steps": _steps,
+    "backward": _backward,
+    "linears": _linears,
+    "quantizers": _quantizers,
+    "experiment": _experiment,
+    "bench": _bench,
+}

@@ -2,7 +2,7 @@
 
     recipes                        every registered recipe and every file of configs/recipes, with its page
     operands RECIPE                number format, scale and rounding of each operand of each GEMM
-    state RECIPE                   format and scale of each part of the optimizer's state
+    state RECIPE                   formats of the optimizer's state and of gradients
     differences BASE RECIPE ...    the fields in which recipes differ from BASE
     execution RECIPE ...           native or emulated on each kind of device, for sizes that native GEMMs support
     options GROUP                  the options of a class, as they are declared

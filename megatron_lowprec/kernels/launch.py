@@ -14,7 +14,7 @@ EMPTY: dict[str, Callable[..., torch.Tensor]] = {
 As Inductor's code allocates, past torch's dispatcher.
 """
 MOST_LAYOUTS = 4096
-"""Of matrices in a cache of what casts have in common; other numbers of tokens in each step would collect them."""
+"""Matrices in a cache of launches, which a model with other numbers of tokens in each step would fill."""
 
 
 def specialized_on(arguments: tuple[Any, ...]) -> Hashable:

@@ -64,7 +64,7 @@ class Tuned(Generic[T]):
 
     def known(self, entries: int, below: int | None = None) -> T | None:
         """The candidate of ``choose`` if that measures nothing and the answer will not change."""
-        if entries < LARGE_ENOUGH:
+        if entries < LARGE_ENOUGH or os.environ.get(SWITCH, "1") == "0":
             return self._candidates[0]
         return self._known.get(below)
 

@@ -51,19 +51,20 @@ def traced_pass(identity: torch.Tensor | None, grad: bool) -> torch.Tensor | Non
     """
     if identity is None:
         return None
-    _warn_of_repeated_captures()
+    if grad:
+        _warn_of_repeated_captures()
     return always_saved(begin_pass, identity, grad)
 
 
 def _warn_of_repeated_captures() -> None:
-    from torch._inductor import config, utils
+    from torch._inductor import config
 
     # torch 2.13 knows that operators between captured parts save tensors at other addresses in each step
-    if config.triton.cudagraphs and not hasattr(utils, "get_static_bw_input_idxs"):
+    if config.triton.cudagraphs and torch.__version__ < "2.13":
         warnings.warn(
-            f'mode="reduce-overhead" with draws or amax histories: torch {torch.__version__} captures a backward pass '
-            "again whenever saved codes lie elsewhere; use torch 2.13, another mode, or a recipe without state such as "
-            "fp8_current",
+            f"the compiler's CUDA graphs with draws or amax histories: torch {torch.__version__} captures a backward "
+            'pass again whenever saved codes lie elsewhere; use torch 2.13, a mode other than "reduce-overhead", or a '
+            "recipe without state such as fp8_current",
             stacklevel=2,
         )
 

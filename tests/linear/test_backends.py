@@ -1,5 +1,7 @@
 """The table of backends: the first row without a reason runs a GEMM, and the last row runs what is left."""
 
+import copy
+import pickle
 import sys
 from dataclasses import replace
 from functools import lru_cache
@@ -11,6 +13,7 @@ import torch
 
 from megatron_lowprec import LowPrecLinear
 from megatron_lowprec.kernels import dispatch
+from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.linear import lowprec_linear
 from megatron_lowprec.linear.backends import resolved, table
 from megatron_lowprec.linear.backends.emulated import dense as emulated_dense
@@ -159,6 +162,23 @@ def test_a_plan_serves_any_number_of_tokens_of_one_layout(monkeypatch: pytest.Mo
     assert emulated.plans.of("input", x[:, :80].contiguous(), False, True) is of_columns
 
 
+@pytest.mark.parametrize("split", ["I", "O"])
+def test_a_plan_knows_the_shard_and_the_ranks_that_share_a_scale(split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads contiguous rows: of x, or of its transpose, whose spans are in the other order."""
+    monkeypatch.setattr(dispatch, "has_mx_kernel", lambda _, rule: rule is not None)
+    shard, x = ShardSlice(64), torch.zeros(64, 96).bfloat16()
+    linear_id = LinearId(1, "x", spans={split: shard}, split=split)
+    gemms = LinearGemms(get_recipe("nvfp4_all"), linear_id, 0, AmaxHistory, torch.neg)
+    emulated = gemms.backends.built("emulated")
+    assert isinstance(emulated, EmulatedGemms)
+    for rowwise in (True, False):
+        for matrix, order in ((x, 1), (x.t().contiguous().t(), -1)):
+            plan = emulated.plans.of("input", matrix, rowwise, not rowwise)
+            assert plan.rule is not None
+            assert plan.spans == (WHOLE, shard if split == "I" else WHOLE)[::order]
+            assert plan.reduce_amax is (torch.neg if split == "I" else None)
+
+
 @pytest.mark.parametrize(
     ("overrides", "backend", "saves"),
     [
@@ -220,6 +240,29 @@ def test_calls_of_an_emulated_layer(name: str, most: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(Specialized, "launch", lambda *_: None)
     monkeypatch.setattr(emulated_dense, "gemm", lambda a, b, **_: a.new_empty(len(a), len(b), dtype=torch.bfloat16))
     assert 50 < calls_of_a_step(LowPrecLinear(128, 256, dtype=torch.bfloat16, recipe=name)) <= most
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "mxfp8", "quartet2"])
+def test_a_layer_with_kernels_is_copied_and_pickled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rules keep compiled kernels, which pickle refuses."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from megatron_lowprec.kernels.launch import Specialized
+
+    launched: list[Any] = []
+    monkeypatch.setattr(Specialized, "launch", lambda *arguments: launched.append(arguments))
+    if name.startswith("fp8"):
+        monkeypatch.setattr(resolved, "arch_of", lambda _: "sm90")
+        monkeypatch.setattr(dense, "scaled_gemm", lambda a, b, **_: a.new_empty(len(a), len(b), dtype=torch.bfloat16))
+    else:
+        monkeypatch.setattr(dispatch, "has_mx_kernel", lambda _, rule: rule is not None)
+        monkeypatch.setattr(emulated_dense, "gemm", lambda a, b, **_: a.new_empty(len(a), len(b), dtype=torch.bfloat16))
+    layer = LowPrecLinear(128, 256, dtype=torch.bfloat16, recipe=name)
+    calls_of_a_step(layer)
+    once = len(launched) // 3
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        launched.clear()
+        calls_of_a_step(copied)
+        assert len(launched) == 3 * once > 0
 
 
 @pytest.mark.slow

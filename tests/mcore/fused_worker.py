@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.mcore.fusion import GradOutputChannel
 from tests.checks import run_checks
 from tests.kernels.interpreted import remove_interpreter_overhead
@@ -225,9 +226,12 @@ def saved_memory(recipe: str, shape: str) -> None:
 
 
 def turned_queries_and_keys(recipe: str, kept: bool, **more: Any) -> None:
-    """Behind the fused rope nothing holds linear_qkv's output, unless the norms of queries and keys do."""
+    """Behind the fused rope nothing holds linear_qkv's output, unless the norms of queries and keys do.
+
+    The kernel reads queries where linear_qkv left them.
+    """
     made: list[StorageWeakRef] = []
-    held: list[bool] = []
+    held, read = list[bool](), list[bool]()
 
     def look(*_: Any) -> None:
         gc.collect()  # the interpreter holds its arguments in a cycle
@@ -240,8 +244,15 @@ def turned_queries_and_keys(recipe: str, kept: bool, **more: Any) -> None:
             )
             layer.self_attention.linear_proj.register_forward_pre_hook(look)
 
-    run("llama", True, prepare, recipe=recipe, **more)
+    def rope(x: torch.Tensor, *turn: torch.Tensor) -> torch.Tensor:
+        read.append(StorageWeakRef(x.untyped_storage()) == made[-1])
+        return plain(x, *turn)
+
+    plain = dispatch.rope
+    with patch.object(dispatch, "rope", rope):
+        run("llama", True, prepare, recipe=recipe, num_query_groups=1, **more)
     assert held == [kept, kept]
+    assert read == [not kept] * 4
 
 
 def vocabulary_gradients(shape: str) -> None:

@@ -199,22 +199,25 @@ def _rows(name: str, args: argparse.Namespace, bench: Bench, report: Report, tor
         report.progress(f"{name} {variant}: {'ready' if variant in steps else 'failed'}")
     gc.collect()
     gc.freeze()  # a step's collections do not visit the other variants
-    timings = bench.compare(steps, args.rounds)
-    for variant, timing in timings.items():
-        same_mode = timings.get("".join(("bf16", *variant.partition(",")[1:])))
-        kernels = kernels_of(profiled(steps[variant])) if bench.on_gpu else []
-        yield {
-            **named,
-            "variant": variant,
-            **timing.row(),
-            "over_bf16": timing.ms / same_mode.ms if same_mode else None,
-            "over_eager": timing.ms / timings["bf16"].ms if "bf16" in timings else None,
-            "host_ms": bench.host_microseconds(steps[variant]) / 1e3,
-            "kernel_ms": sum(kernel["ms"] for kernel in kernels) if kernels else None,
-            "kernels": kernels[:_LONGEST],
-            "converted": steps[variant].converted,
-            "first_loss": losses[variant],
-        }
+    try:
+        timings = bench.compare(steps, args.rounds)
+        for variant, timing in timings.items():
+            same_mode = timings.get("".join(("bf16", *variant.partition(",")[1:])))
+            kernels = kernels_of(profiled(steps[variant])) if bench.on_gpu else []
+            yield {
+                **named,
+                "variant": variant,
+                **timing.row(),
+                "over_bf16": timing.ms / same_mode.ms if same_mode else None,
+                "over_eager": timing.ms / timings["bf16"].ms if "bf16" in timings else None,
+                "host_ms": bench.host_microseconds(steps[variant]) / 1e3,
+                "kernel_ms": sum(kernel["ms"] for kernel in kernels) if kernels else None,
+                "kernels": kernels[:_LONGEST],
+                "converted": steps[variant].converted,
+                "first_loss": losses[variant],
+            }
+    finally:
+        gc.unfreeze()
 
 
 def _modes(args: argparse.Namespace, bench: Bench) -> dict[str, str | None]:

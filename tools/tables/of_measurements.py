@@ -5,7 +5,7 @@
     linears FILE RECIPE ...        kernels of ``tools.bench linear`` over bf16's
     quantizers FILE COUNTS SIZE    ``tools.bench quantize`` beside the time that bytes and instructions predict
     experiment FILE TABLE COLUMN ...  a table of tools/numerics.py, by the JSON file's keys; all columns without names
-    bench FILE COLUMN ...          rows of tools.bench; COLUMN is KEY for all, KEY=PATTERN for those rows alone
+    bench FILE COLUMN ...          rows of tools.bench; COLUMN is KEY for all, KEY=PATTERN for those rows only
 
 A FILE is beside the page.
 """
@@ -110,7 +110,8 @@ def _quantizers(page: Path, name: str, counts: str, size: str) -> Iterator[Row]:
             read = 2 if row["format"] == "nvfp4" else 0  # by the pass for the amax
             rate = row["tb_s"] * 1e12 / row["of_same_copy"]
             ways = [(*variant[:2], way) for way in ("rows", "columns")]  # two kernels, or one for a shared output
-            counted = fewest.get(variant) or sum(fewest.get(way, 0.0) for way in ways)
+            counted = fewest[variant] if variant in fewest else sum(fewest[way] for way in ways if way in fewest)
+            assert counted > 0, f"{counts} has no instructions of {variant}"
             bytes_take, instructions_take = (moved - read) / rate, counted / _INSTRUCTIONS_A_SECOND
             predicted = moved / rate / (read / rate + max(bytes_take, instructions_take))
             yield (

@@ -1,14 +1,15 @@
 """FP8 cast rules, and the constants of the kernels compiled for them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE
+from megatron_lowprec.kernels.kernel_cache import KernelCache
 from megatron_lowprec.kernels.quantize.rule import converts_fp8
 from megatron_lowprec.scaling import GRANULARITIES, SCALE_RULES
 
@@ -117,11 +118,10 @@ Layouts = tuple[Layout | None, Layout | None, Layout | None, Layout | None]
 
 
 @dataclass(frozen=True)
-class Fp8Rule:
+class Fp8Rule(KernelCache):
     """Rule of a cast to FP8, fields as in ``recipe.schema.QuantSpec``; rounding to nearest even, fp32 scales.
 
-    ``granularity`` is "tensor", "row", "1x128" or "128x128", its second size along the contracted dimension. A rule
-    caches the kernels specialized for it, and what is known of a matrix's size: lookups must cost less than a launch.
+    ``granularity`` is "tensor", "row", "1x128" or "128x128", its second size along the contracted dimension.
     """
 
     fmt: Format
@@ -129,8 +129,6 @@ class Fp8Rule:
     scale_rule: str = "amax"
     amax_floor: float = 0.0
     margin: int = 0
-    kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-    prepared: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def dtype(self) -> torch.dtype:

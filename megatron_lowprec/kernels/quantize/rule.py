@@ -1,12 +1,13 @@
 """MX quantization rules, and the constants of the kernels compiled for them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_lowprec.formats import Format
+from megatron_lowprec.kernels.kernel_cache import KernelCache
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.coded_scale import PLAIN, CodedOptions
 from megatron_lowprec.scaling import SCALE_RULES
@@ -34,8 +35,8 @@ class Direction(NamedTuple):
 
     Attributes:
         key: Philox key of stochastic rounding.
-        signs: fp32 [g] of +-1/sqrt(g) for the Hadamard transform, from ``hadamard.triton.scaled_signs``; None for no
-            transform.
+        signs: fp32 [g], aligned to 16 bytes, of +-1/sqrt(g) for the Hadamard transform, from
+            ``hadamard.triton.scaled_signs``; None for no transform.
         amax: fp32, one entry: amax of the tensor, transformed, for a rule with a tensor scale; else None.
         scale_key: Philox key of the stochastic rounding of coded scales.
         lanes_first: as ``MxConstants.LANES_FIRST``; set by the kernel's wrapper.
@@ -178,11 +179,8 @@ class MxConstants(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MxRule:
+class MxRule(KernelCache):
     """Rule of a quantization in blocks, fields as in ``recipe.schema.QuantSpec``; the same for both directions.
-
-    It caches the kernels specialized for it, and what is known of a matrix's layout: lookups must cost less than a
-    launch.
 
     Attributes:
         block: entries along the contracted dimension that share a scale, a power of two from 8 up.
@@ -206,8 +204,6 @@ class MxRule:
     rounds_transform: bool = False
     scale_rounding: str = "nearest_even"
     options: CodedOptions = PLAIN
-    kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-    prepared: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def constants(
         self,

@@ -140,7 +140,7 @@ def _square(x: torch.Tensor, rule: MxRule, rows: Direction, columns: Direction |
 
 
 class _Prepared(NamedTuple):
-    """What quantizations of matrices of one layout have in common.
+    """Constants of quantizations of matrices of one layout.
 
     Attributes:
         kernel: its tilings.

@@ -21,7 +21,7 @@ from megatron_lowprec.quantization.transform import Transforms
 from megatron_lowprec.recipe.schema import HadamardSpec, QuantSpec
 
 
-class Way(NamedTuple):
+class PlannedDirection(NamedTuple):
     """One direction of a cast.
 
     Attributes:
@@ -44,7 +44,7 @@ class Way(NamedTuple):
 
 
 class CastPlan(NamedTuple):
-    """What casts of a tensor for the same GEMMs, of matrices of one layout, have in common.
+    """Constants of a tensor's casts for the same GEMMs, from matrices of one layout.
 
     Attributes:
         rule: of the kernel; None where it does not take the matrix, and the reference quantizes.
@@ -57,8 +57,8 @@ class CastPlan(NamedTuple):
 
     rule: MxRule | None
     reads_transpose: bool
-    rows: Way | None
-    columns: Way | None
+    rows: PlannedDirection | None
+    columns: PlannedDirection | None
     spans: tuple[ShardSlice, ShardSlice]
     reduce_amax: Reduce | None
     transforms: Transforms
@@ -82,7 +82,7 @@ class CastPlan(NamedTuple):
         assert self.rule is not None
         rows = None if self.rows is None else self.rows.at(self.transforms, rng_step, device)
         columns = None if self.columns is None else self.columns.at(self.transforms, rng_step, device)
-        made: MxCast = load("quantize").quantize_mx(
+        cast: MxCast = load("quantize").quantize_mx(
             read,
             self.rule,
             **with_amaxes(read, self.rule, rows, columns, amax, self.reduce_amax),
@@ -90,7 +90,7 @@ class CastPlan(NamedTuple):
             spans=self.spans,
             **outputs,
         )
-        return made.transposed() if self.reads_transpose else made
+        return cast.transposed() if self.reads_transpose else cast
 
     def quantized(
         self, matrix: torch.Tensor | QuantizedTensor, spec: QuantSpec | None, cast: MxCast
@@ -106,17 +106,16 @@ class CastPlan(NamedTuple):
             row_scale,
             column_data,
             column_scale,
-            -1,
-            row_scale is None and column_scale is None,
-            row_above,
-            column_above,
-            None if by_row is None else by_row.transform,
-            None if by_column is None else by_column.transform,
+            folded=row_scale is None and column_scale is None,
+            rowwise_tensor_scale=row_above,
+            columnwise_tensor_scale=column_above,
+            rowwise_transform=None if by_row is None else by_row.transform,
+            columnwise_transform=None if by_column is None else by_column.transform,
         )
 
 
 class CastPlans:
-    """Plans of a layer's casts.
+    """Plans of a layer's casts, whose number depends on layouts and not on tokens.
 
     Args:
         context: of the layer.
@@ -171,9 +170,9 @@ class CastPlans:
             rule if fuses else None, transposes, rows, columns, spans, reduce_amax, self._context.transforms
         )
 
-    def _way(self, gemm: str, tensor: str) -> Way:
+    def _way(self, gemm: str, tensor: str) -> PlannedDirection:
         transform, spec = self._context.transforms.of(gemm), self._specs[gemm, tensor]
         stream = self._context.rounding[gemm, tensor]
         of_scales = spec is not None and spec.scale.rounding == "stochastic"
         scale_key = Key.of(stream.of_scales().key) if of_scales else Key()
-        return Way(gemm, None if transform is None else transform[0], Key.of(stream.key), scale_key)
+        return PlannedDirection(gemm, None if transform is None else transform[0], Key.of(stream.key), scale_key)

@@ -108,12 +108,12 @@ FIGURES = {
         operands("for the backward pass (±{})", OF_NATS, "backward", combine=half_width),
         Figure("| **{}** comparisons of codes", *LAYOUTS, (("operands: codes and scales, bit for bit",),)),
         Figure(
-            "losses agree in the {} of 340",
+            "losses agree in all {} of 340",
             *LAYOUTS,
             (("losses beside one process, in cells that refuse the losses of every other recipe",),),
         ),
         Figure(
-            "in the 83 of {} cells",
+            "in all 83 of {} cells",
             *LAYOUTS,
             (
                 ("losses beside one process, in cells that refuse the losses of every other recipe",),

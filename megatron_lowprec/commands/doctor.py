@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_lowprec import __version__
 from megatron_lowprec.errors import Parser, run_tool
-from megatron_lowprec.linear.backends.table import ARCHS, UNVERIFIED, native_gemms, resolve
+from megatron_lowprec.linear.backends.table import ARCHS, native_gemms, resolve, unverified
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.registry import get_recipe, recipes
@@ -54,7 +54,8 @@ def lines() -> Iterator[str]:
     yield from plain_table(heads, [[name, *(runs(get_recipe(name), arch) for arch in archs)] for name in recipes()])
     yield ""
     yield "native: the quantized GEMMs run on low-precision units. emulated: the same numerics, slower than bf16."
-    yield "native*: on hardware that the project has not run; checked at the start of a run, emulated where that fails."
+    yield "native*: on hardware that the project has not run. MX and NVFP4 are checked there at the start of a run, and"
+    yield "emulated where that fails."
     yield "sm89 Ada, sm90 Hopper, sm100 to sm120 Blackwell; sizes of layers decide too: megatron-lowprec recipes NAME"
 
 
@@ -102,10 +103,10 @@ def runs(recipe: Recipe, arch: str) -> str:
     native = native_gemms(recipe, target)
     if not quantized:
         return "compute dtype"
-    unverified = "" if UNVERIFIED.isdisjoint(resolve(recipe, target).values()) else "*"
+    mark = "*" if unverified(resolve(recipe, target).values(), arch) else ""
     if len(native) in (0, len(quantized)):
-        return f"native{unverified}" if native else "emulated"
-    return f"native{unverified}: {' '.join(name for name in quantized if name in native)}"
+        return f"native{mark}" if native else "emulated"
+    return f"native{mark}: {' '.join(name for name in quantized if name in native)}"
 
 
 def _devices() -> tuple[str, list[str]]:

@@ -101,7 +101,7 @@ class Conversion:
         for path, exclusion in self.excluded.items():
             if exclusion.requested == requested:
                 found.setdefault(exclusion.reason, []).append(path)
-        return [f"not converted, {reason}: {_brief(paths)}" for reason, paths in found.items()]
+        return [f"not converted: {_brief(paths)} ({reason})" for reason, paths in found.items()]
 
 
 def convert(

@@ -19,9 +19,9 @@ def test_models_that_cannot_be_converted() -> None:
         convert(model, "mxfp8")
     with pytest.raises(UserError, match=r"recipe mxfp8 converts no layer: the model has no nn\.Linear"):
         convert(nn.Conv2d(3, 3, 3), "mxfp8")
-    with pytest.raises(UserError, match="converts no layer: not converted, by filter: layers"):
+    with pytest.raises(UserError, match=r"converts no layer: not converted: layers.* .*by filter"):
         convert(build(), "mxfp8", filter=lambda *_: False)
-    with pytest.raises(UserError, match="80 input features are no multiple of 32: the model"):
+    with pytest.raises(UserError, match=r"the model .*80 input features are no multiple of 32"):
         convert(nn.Linear(80, 64), "mxfp8")
     with pytest.raises(UserError, match=r"wrapped: convert first, then call torch\.compile\(model\)"):
         convert(torch.compile(build()), "mxfp8")
@@ -59,7 +59,8 @@ def test_layers_of_a_sequential_are_named_by_their_numbers() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 80), nn.Linear(64, 96))
     printed = str(plan(model, "mxfp8"))
     assert "2 linear layers: 0, 3\n" in printed
-    assert printed.endswith("are no multiple of 32: 2")
+    assert "not converted: 2 (" in printed
+    assert printed.endswith("are no multiple of 32)")
 
 
 def test_a_failed_conversion_changes_nothing() -> None:

@@ -128,13 +128,13 @@ def test_layers_that_cannot_follow_the_recipe_are_named_once() -> None:
     assert converted(model) == ["layers.0.down", "layers.1.down"]
     messages = [str(warning.message) for warning in caught]
     assert messages == [
-        "convert to mxfp8: not converted, dgrad has weight block 1x32, but 80 output features are no multiple of "
-        "32: layers.*.up (2)",
-        "convert to mxfp8: not converted, its class torch.nn.modules.linear.NonDynamicallyQuantizableLinear is not "
-        "torch.nn.Linear itself: attention.out_proj, encoder.self_attn.out_proj",
-        "convert to mxfp8: not converted, nn.TransformerEncoderLayer evaluates without its layers' forward: "
-        "encoder.linear1, encoder.linear2",
-        "convert to mxfp8: not converted, its forward is replaced on the module: patched",
+        "convert to mxfp8: not converted: layers.*.up (2) (dgrad has weight block 1x32, but 80 output features are no "
+        "multiple of 32)",
+        "convert to mxfp8: not converted: attention.out_proj, encoder.self_attn.out_proj (its class "
+        "torch.nn.modules.linear.NonDynamicallyQuantizableLinear is not torch.nn.Linear itself)",
+        "convert to mxfp8: not converted: encoder.linear1, encoder.linear2 (nn.TransformerEncoderLayer evaluates "
+        "without its layers' forward)",
+        "convert to mxfp8: not converted: patched (its forward is replaced on the module)",
     ]
 
 
@@ -145,7 +145,7 @@ def test_the_log_has_the_summary(caplog: pytest.LogCaptureFixture) -> None:
         "recipe fp8_current: 8 linear layers: layers.*.c_attn (2), layers.*.c_proj (2), layers.*.mlp.* (4)\n"
         "fprop, dgrad, wgrad: emulated on cpu (hopper_fp8: no FP8 GEMM of granularity tensor on cpu), the format's "
         "numerics and not its speed\n"
-        "not converted, output head: lm_head"
+        "not converted: lm_head (output head)"
     ]
 
 

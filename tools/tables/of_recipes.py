@@ -18,7 +18,7 @@ from dataclasses import asdict, fields
 from itertools import groupby
 from pathlib import Path
 
-from megatron_lowprec.linear.backends.table import UNVERIFIED, choose
+from megatron_lowprec.linear.backends.table import UNVERIFIED, choose, unverified
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.explain import describe_levels
 from megatron_lowprec.recipe.parsing import load_recipe
@@ -180,6 +180,8 @@ def _runs(name: str, gemm: GemmSpec, arch: str) -> tuple[str, str]:
     reasons = (reason.removesuffix(f" on {arch}") for _, reason in backend.passed_over)
     if backend.backend in UNVERIFIED:
         return "checked at start", ""
+    if unverified([backend.backend], arch):
+        return "native, not run yet", ""
     return ("native", "") if backend.multiplies_codes else ("emulated", "; ".join(reasons))
 
 

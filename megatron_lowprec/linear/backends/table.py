@@ -5,7 +5,7 @@ A backend is a folder beside this file and a row of ``BACKENDS``. Its ``why_not.
 resolves to it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -29,8 +29,8 @@ class Backend(NamedTuple):
         multiplies_codes: native: operands are codes, one byte a value, for the device's low-precision units. Others
             have a format's numerics and not its speed.
         archs: GPUs that ``why_not`` may accept, oldest first.
-        verified: whether the project has run its products on a GPU; else they are checked at start, and --native off
-            leaves them out.
+        ran_on: those of ``archs`` on which the project has run its products. Without any they are checked at start, and
+            --native off leaves them out.
         concerns: whether a GEMM has operands of the backend's kind; reasons against others are left out.
     """
 
@@ -40,7 +40,7 @@ class Backend(NamedTuple):
     grouped: str | None = None
     multiplies_codes: bool = False
     archs: tuple[str, ...] = ()
-    verified: bool = True
+    ran_on: tuple[str, ...] = ()
     concerns: Callable[[GemmSpec], bool] = lambda _: True
 
     def load(self, kind: str) -> Any:
@@ -57,6 +57,7 @@ BACKENDS = (
         "grouped.GroupedHopperFp8Gemms",
         multiplies_codes=True,
         archs=WITH_FP8,
+        ran_on=("sm90",),
         concerns=has_fp32_scales,
     ),
     Backend(
@@ -66,7 +67,6 @@ BACKENDS = (
         "grouped.GroupedBlackwellMxGemms",
         multiplies_codes=True,
         archs=WITH_BLOCK_SCALES,
-        verified=False,
         concerns=has_block_scales,
     ),
     Backend("emulated", why_not_emulated, "dense.EmulatedGemms", "grouped.GroupedEmulatedGemms"),
@@ -89,8 +89,14 @@ ARCHS = tuple(dict.fromkeys(arch for row in BACKENDS for arch in row.archs))
 DEVICES = ("cpu", "sm80", *ARCHS)
 """Devices that --device knows: Ampere has no low-precision units that a backend uses."""
 
-UNVERIFIED = frozenset(row.name for row in BACKENDS if not row.verified)
+UNVERIFIED = frozenset(row.name for row in BACKENDS if row.archs and not row.ran_on)
 """Native backends whose products the project has run on no GPU."""
+
+
+def unverified(backends: Iterable[str], arch: str) -> bool:
+    """Whether the project has not run the products of one of these backends on a GPU of this kind."""
+    return any(ROWS[name].archs and arch not in ROWS[name].ran_on for name in backends)
+
 
 Emulate = bool | frozenset[str]
 """Native backends that are left out: all, or those of these names."""

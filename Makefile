@@ -51,6 +51,7 @@ $(INSTALLED): $(LOCK) $(TORCH) pyproject.toml setup.py | $(BIN)/python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(TORCH)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
+	@echo "installed; '. $(VENV)/bin/activate' for the commands of the README"
 
 $(BIN)/python:
 	@"$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null || { \

@@ -74,12 +74,17 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _quality(page: Path, name: str) -> Iterator[Row]:
+    """Without tokens/s: the studies' runs share GPUs."""
     report = _report(page.parent / name)
     confidence = report.claims.rules.confidence
     if len(report.groups) > 1:
-        return _rows(all_groups(report.groups, report.fits, confidence))
-    (group,) = report.groups
-    return _rows(quality(group, report.fits[group.name], confidence))
+        found = all_groups(report.groups, report.fits, confidence)
+    else:
+        (group,) = report.groups
+        found = quality(group, report.fits[group.name], confidence)
+    head, *rows = _rows(found)
+    kept = [at for at, column in enumerate(head) if not column.startswith("throughput")]
+    yield from ([row[at] for at in kept] for row in (head, *rows))
 
 
 def _ladder(page: Path, *names: str) -> Iterator[Row]:

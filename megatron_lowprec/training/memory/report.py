@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -120,7 +121,10 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
     if config.sequence_parallel and config.transformer_impl == "local":
         lines.append("linear layers of the model: a rank receives for a microbatch, by sequence parallelism:")
         lines += _rows(planned_transfers(config, recipe))
-    if device is not None:
+    if device is None:
+        least = math.ceil(found.peak / _NEARLY / GIB)
+        lines.append(f"a GPU of {least} GiB holds it, beside CUDA's context, NCCL and what the allocator keeps free")
+    else:
         lines.append(f"{device.name}: {device.size / GIB:.1f} GiB, so the plan takes {found.peak / device.size:.0%}")
     return lines
 

@@ -456,6 +456,7 @@ def test_a_layer_s_parts_are_named(drive: Drive, capsys: pytest.CaptureFixture[s
     # with 0.13 GiB of buffers of CUDA graphs and the 0.56 of a layer's backward pass
     assert "33.94" in next(line for line in printed.splitlines() if "peak" in line)
     assert "input of linear_fc2" in printed
+    assert printed.splitlines()[-1].startswith("a GPU of 38 GiB holds it")
     assert not Path("runs").exists()
 
 

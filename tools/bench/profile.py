@@ -35,7 +35,7 @@ KINDS: dict[str, str] = {
     "update": "adam|muon|multi_tensor_apply",
     "GEMMs": "gemm|wgrad|nvjet|cutlass|xmma|cublas|splitk",
     "SwiGLU, GELU": "swiglu|gelu",
-    "norms": "norm",
+    "norms": "_norm_|layer_?norm|rms_?norm",
     "dropout, biases": "dropout|bias",
     "rope": "rope",
     "loss": "logit|cross_entropy|softmax",

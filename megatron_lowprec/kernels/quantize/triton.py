@@ -28,9 +28,9 @@ def quantize_mx(
     """Rowwise data in blocks, columnwise data or both of a matrix, from one read or one a direction.
 
     Args:
-        x: [M, N] bf16 or fp32, the last dimension contiguous; N a multiple of ``rule.block`` and of len(signs) if
-            ``rows`` is given. Any M: the kernel zero-pads columns, which changes no scale. For ``columns``
-            only, a coded one.
+        x: [M, N] bf16 or fp32 on the current device, the last dimension contiguous; N a multiple of ``rule.block`` and
+            of len(signs) if ``rows`` is given. Any M: the kernel zero-pads columns, which changes no scale. For
+            ``columns`` only, a coded one.
         rule: format, scale and rounding. Square blocks: nearest, no transform, one output for both; codes
             only along columns, with a scale for each row of them.
         rows: rowwise data, blocks along the last dimension (the operand x); None to omit.

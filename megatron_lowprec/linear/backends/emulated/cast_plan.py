@@ -63,14 +63,10 @@ class CastPlan(NamedTuple):
     reduce_amax: Reduce | None
     transforms: Transforms
 
-    def cast(
-        self,
-        matrix: torch.Tensor | CodedMatrix,
-        rng_step: RngStep,
-        amax: torch.Tensor | None = None,
-        **outputs: Any,
-    ) -> MxCast:
-        """``quantize_mx`` of a matrix, directions as the matrix has them.
+    def arguments(
+        self, matrix: torch.Tensor | CodedMatrix, rng_step: RngStep, amax: torch.Tensor | None = None
+    ) -> dict[str, Any]:
+        """Arguments of ``quantize_mx`` for a matrix, or for its transpose, which the kernel reads instead.
 
         Args:
             amax: fp32 [1] over all ranks, for a tensor scale; None to find it.
@@ -82,15 +78,20 @@ class CastPlan(NamedTuple):
         assert self.rule is not None
         rows = None if self.rows is None else self.rows.at(self.transforms, rng_step, device)
         columns = None if self.columns is None else self.columns.at(self.transforms, rng_step, device)
-        cast: MxCast = load("quantize").quantize_mx(
-            read,
-            self.rule,
+        return {
+            "x": read,
+            "rule": self.rule,
             **with_amaxes(read, self.rule, rows, columns, amax, self.reduce_amax),
-            rng_step=device_rng_step(rng_step, device),
-            spans=self.spans,
-            **outputs,
-        )
-        return cast.transposed() if self.reads_transpose else cast
+            "rng_step": device_rng_step(rng_step, device),
+            "spans": self.spans,
+        }
+
+    def cast(
+        self, matrix: torch.Tensor | CodedMatrix, rng_step: RngStep, amax: torch.Tensor | None = None, **outputs: Any
+    ) -> MxCast:
+        """``quantize_mx`` of a matrix with ``arguments``, directions as the matrix has them."""
+        found: MxCast = load("quantize").quantize_mx(**self.arguments(matrix, rng_step, amax), **outputs)
+        return found.transposed() if self.reads_transpose else found
 
     def quantized(
         self, matrix: torch.Tensor | QuantizedTensor, spec: QuantSpec | None, cast: MxCast

@@ -18,7 +18,7 @@ from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
 from megatron_lowprec.kernels.gemm.reference import Product, gemm
 from megatron_lowprec.kernels.mx_gemm.operand import aligned_codes
 from megatron_lowprec.kernels.quantize.reference import block_amax, encode, scale_blocks
-from megatron_lowprec.kernels.quantize.rule import Direction
+from megatron_lowprec.kernels.quantize.rule import Direction, MxCast
 from megatron_lowprec.linear.backends.emulated.cast_plan import CastPlans
 from megatron_lowprec.linear.backends.emulated.codes_beside import CodesBeside, codes_beside, codes_for_wgrad
 from megatron_lowprec.linear.backends.emulated.product_operand import ProductOperand
@@ -112,8 +112,10 @@ class EmulatedGemms(CodesBeside):
         if plan.rule is not None:
             if known is None and spec.scaling == "delayed":
                 known = self._known_amax(tensor, spec)
-            cast = plan.cast(source, rng_step, known, codes=codes, beside=beside, out_dtype=matrix.dtype)
-            quantized = plan.quantized(matrix, spec, cast)
+            # as plan.cast, with a call less between a layer and its launch
+            outputs = {"codes": codes, "beside": beside, "out_dtype": matrix.dtype}
+            cast: MxCast = load("quantize").quantize_mx(**plan.arguments(source, rng_step, known), **outputs)
+            quantized = plan.quantized(matrix, spec, cast.transposed() if plan.reads_transpose else cast)
             if codes and not self.packs:
                 side = "rowwise_data" if rowwise else "columnwise_data"
                 setattr(quantized, side, stored_codes(getattr(quantized, side), spec, matrix.dtype))

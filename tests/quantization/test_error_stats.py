@@ -136,7 +136,7 @@ def test_statistics_by_the_kernel_round_the_transform_as_the_operand_does(
 
     class Kernel:
         @staticmethod
-        def quantize_mx(_: object, rule: Any, **__: object) -> None:
+        def quantize_mx(rule: Any, **_: object) -> None:
             raise Asked(rule.rounds_transform)
 
     monkeypatch.setattr(dispatch, "has_mx_kernel", lambda _, rule: rule is not None)

@@ -1,7 +1,7 @@
 """Kernels and copies of profiled steps on a GPU: their times, the gaps between them, and communication."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 PROFILED = 3
@@ -31,11 +31,16 @@ def profiled(step: Callable[[], object]) -> list[Any]:
 
 def kernels_of(events: Sequence[Any]) -> list[dict[str, Any]]:
     """Kernels of a step by name, with count and own time; longest first."""
+    found = by_name((event.name, event.self_device_time_total / 1e3) for event in events)
+    return [{"name": name, "times": len(ms) / PROFILED, "ms": sum(ms) / PROFILED} for name, ms in found]
+
+
+def by_name(times: Iterable[tuple[str, float]]) -> list[tuple[str, list[float]]]:
+    """The times of each name, largest sum first."""
     taken: dict[str, list[float]] = defaultdict(list)
-    for event in events:
-        taken[event.name[:200]].append(event.self_device_time_total / 1e3)
-    found = [{"name": name, "times": len(ms) / PROFILED, "ms": sum(ms) / PROFILED} for name, ms in taken.items()]
-    return sorted(found, key=lambda kernel: -kernel["ms"])
+    for name, time in times:
+        taken[name[:200]].append(time)
+    return sorted(taken.items(), key=lambda each: -sum(each[1]))
 
 
 def idle_of(events: Sequence[Any]) -> dict[str, Any]:

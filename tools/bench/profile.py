@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.sizes import linear_sites, num_non_embedding_parameters
-from tools.bench.kernels import Kernel, covered
+from tools.bench.kernels import Kernel, by_name, covered
 from tools.bench.machine import REPOSITORY
 from tools.bench.measure import Bench
 from tools.bench.report import Report
@@ -128,31 +127,22 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.I)), "other")
 
 
-def by_name(kernels: Sequence[Kernel]) -> list[Row]:
-    """The kernels with the longest times, each with its launches."""
-    taken: dict[str, list[float]] = defaultdict(list)
-    for kernel in kernels:
-        taken[kernel.name[:120]].append(kernel.end - kernel.start)
-    longest = sorted(taken.items(), key=lambda each: -sum(each[1]))[:_LONGEST]
-    return [{"name": name, "ms": sum(times) / 1e3, "launches": len(times)} for name, times in longest]
-
-
 def table(kernels: Sequence[Kernel], floor_ms: dict[str, float]) -> list[Row]:
     """Rows of a step: each kind, exposed NCCL, idle time, and the whole."""
     step = max(kernel.end for kernel in kernels) - kernels[0].start
-    taken: dict[str, list[Kernel]] = {kind: [] for kind in (*KINDS, "other")}
+    taken: dict[str, list[tuple[str, float]]] = {kind: [] for kind in (*KINDS, "other")}
     for kernel in kernels:
-        taken[kind_of(kernel.name)].append(kernel)
+        taken[kind_of(kernel.name)].append((kernel.name, kernel.end - kernel.start))
     rows: list[Row] = [
         {
             "kind": kind,
-            "ms": sum(each.end - each.start for each in own) / 1e3,
-            "launches": len(own),
+            "ms": sum(sum(times) for _, times in own) / 1e3,
+            "launches": sum(len(times) for _, times in own),
             "floor_ms": floor_ms.get(kind),
-            "kernels": by_name(own),
+            "kernels": [{"name": n, "ms": sum(times) / 1e3, "launches": len(times)} for n, times in own[:_LONGEST]],
         }
-        for kind, own in taken.items()
-        if own
+        for kind, found in taken.items()
+        if (own := by_name(found))
     ]
     others = [kernel for kernel in kernels if kind_of(kernel.name) != "NCCL"]
     busy, computing = covered(kernels), covered(others)

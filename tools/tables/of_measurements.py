@@ -10,20 +10,19 @@
 A FILE is beside the page.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from tools.tables.pages import Row
+from tools.tables.pages import Row, data_of
 
 _INSTRUCTIONS_A_SECOND = 0.75 * 132 * 4 * 32 * 1.7e9  # of H200's threads: 75% of the issue slots at 1.7 GHz
 
 
 def _experiment(page: Path, name: str, table: str, *keys: str) -> Iterator[Row]:
-    found = json.loads((page.parent / name).read_text(encoding="utf-8"))["tables"][table]
+    found = data_of(page, name)["tables"][table]
     columns = {column["key"]: column for column in found["columns"]}
     chosen = [columns[key] for key in keys or columns]
     yield [column["heading"].replace("\n", " ") for column in chosen]
@@ -53,7 +52,7 @@ def _apart(row: dict[str, Any]) -> str:
 
 def _bench(page: Path, name: str, *columns: str) -> Iterator[Row]:
     """Milliseconds; a range is from the 20th to the 80th percentile."""
-    content = json.loads((page.parent / name).read_text(encoding="utf-8"))
+    content = data_of(page, name)
     rows = [row for table in content["tables"] for row in table["rows"] if not row.get("failed")]
     shown = [column for column in columns if "=" not in column]
     for key, pattern in (column.split("=") for column in columns if "=" in column):
@@ -65,7 +64,7 @@ def _bench(page: Path, name: str, *columns: str) -> Iterator[Row]:
 def _steps(page: Path, *names: str) -> Iterator[Row]:
     yield "model, batch", "recipe", "step, ms", "over bf16", "kernels, ms", "quantizers of these", "amaxes", "peak GiB"
     for name in names:
-        for row in json.loads((page.parent / name).read_text(encoding="utf-8"))["tables"][0]["rows"]:
+        for row in data_of(page, name)["tables"][0]["rows"]:
             spent = {kernel["name"]: kernel["ms"] for kernel in row["runs"][0]["kernels"]}
             quantizers = [spent.get(kernel) for kernel in ("_mx_kernel", "_operand_amaxes_kernel")]
             yield (
@@ -78,13 +77,13 @@ def _steps(page: Path, *names: str) -> Iterator[Row]:
 
 def _backward(page: Path, name: str) -> Iterator[Row]:
     yield "shapes", "recipe", "backward, ms", "over bf16", "share of RHT", "share of SR"
-    for row in json.loads((page.parent / name).read_text(encoding="utf-8"))["tables"][1]["rows"]:
+    for row in data_of(page, name)["tables"][1]["rows"]:
         shares = ("" if row[part] is None else f"{row[part]:.1%}" for part in ("rht", "sr"))
         yield row["model"], row["recipe"], f"{row['ms']:.2f}", f"{row['over_bf16']:.3f}", *shares
 
 
 def _linears(page: Path, name: str, *names: str) -> Iterator[Row]:
-    rows = json.loads((page.parent / name).read_text(encoding="utf-8"))["tables"][0]["rows"]
+    rows = data_of(page, name)["tables"][0]["rows"]
     found = {(row["linear"], row["recipe"]): row for row in rows}
     yield "linear", "bf16, ms", *(f"{each}, over bf16" for each in names)
     for linear in dict.fromkeys(row["linear"] for row in rows):
@@ -93,9 +92,9 @@ def _linears(page: Path, name: str, *names: str) -> Iterator[Row]:
 
 
 def _quantizers(page: Path, name: str, counts: str, size: str) -> Iterator[Row]:
-    content = json.loads((page.parent / name).read_text(encoding="utf-8"))
+    content = data_of(page, name)
     fewest: dict[tuple[str, ...], float] = {}
-    for row in json.loads((page.parent / counts).read_text(encoding="utf-8"))["rows"]:
+    for row in data_of(page, counts)["rows"]:
         variant = row["format"], row["kind"], row["direction"]
         fewest[variant] = min(row["total"], fewest.get(variant, math.inf))
     yield (

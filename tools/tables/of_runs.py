@@ -39,7 +39,7 @@ from megatron_lowprec.report.tables import claims as claims_table
 from megatron_lowprec.shipped import find
 from megatron_lowprec.sweep.jobs import EVALUATION
 from tools.plot_growth import windows
-from tools.tables.pages import Row
+from tools.tables.pages import Row, data_of
 
 
 def _rounding(page: Path, name: str, group: str) -> Iterator[Row]:
@@ -181,7 +181,7 @@ def _growth(page: Path, name: str, *iterations: str) -> Iterator[Row]:
 
 
 def _weights(page: Path, name: str, tensor: str, *iterations: str) -> Iterator[Row]:
-    content = json.loads((page.parent / name).read_text(encoding="utf-8"))
+    content = data_of(page, name)
     layers = range(1, len(next(iter(next(iter(content.values())).values()))[tensor]["rms"]) + 1)
     yield "run", *(f"layer {layer}, {int(at):,}" for layer in layers for at in iterations)
     for run, found in content.items():
@@ -190,7 +190,7 @@ def _weights(page: Path, name: str, tensor: str, *iterations: str) -> Iterator[R
 
 
 def _scores(page: Path, name: str) -> Iterator[Row]:
-    content = json.loads((page.parent / name).read_text(encoding="utf-8"))
+    content = data_of(page, name)
     scores = content["scores"]
     bf16 = {(s["trained"], s["seed"], s["text"]): s["loss"] for s in scores if s["evaluated"] == "bf16"}
     yield (

@@ -1,8 +1,10 @@
-"""The pages of docs/ and the tables in them."""
+"""The pages of docs/, the tables in them, and the data beside them."""
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.shipped import names_in
@@ -36,3 +38,8 @@ def page_of(name: str) -> list[Path]:
         for page in pages()
         if any(what[0] in described and name in what[1:] for what in tables_of(page.read_text(encoding="utf-8")))
     ]
+
+
+def data_of(page: Path, name: str) -> Any:
+    """The content of a JSON file beside a page."""
+    return json.loads((page.parent / name).read_text(encoding="utf-8"))

@@ -286,7 +286,7 @@ llama() {
 
 # stock_llama FLAGS...: five steps of the same model in the checkout CLIENT; TE is a folder with TransformerEngine.
 stock_llama() {
-    local PYTHONPATH=${TE:+$TE:}${PYTHONPATH:-} CUDA_DEVICE_MAX_CONNECTIONS=1
+    local PYTHONPATH=${TE:+$TE:}$PWD/tools/bench/stand_ins:${PYTHONPATH:-} CUDA_DEVICE_MAX_CONNECTIONS=1
     export PYTHONPATH CUDA_DEVICE_MAX_CONNECTIONS
     run torchrun --standalone --nproc-per-node "$gpus" "$CLIENT/pretrain_gpt.py" --num-layers 32 \
         --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention \
@@ -296,8 +296,8 @@ stock_llama() {
         --global-batch-size $((16 * gpus)) --train-iters 5 --lr 3e-4 --bf16 --mock-data \
         --tokenizer-type NullTokenizer --vocab-size 128255 --transformer-impl transformer_engine \
         --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --cross-entropy-loss-fusion \
-        --no-check-for-nan-in-loss-and-grad --no-gradient-accumulation-fusion --eval-iters 1 \
-        --eval-interval 1000 --log-interval 1 --log-throughput "$@"
+        --cross-entropy-fusion-impl te --manual-gc --manual-gc-interval 100 --no-check-for-nan-in-loss-and-grad \
+        --eval-iters 1 --eval-interval 1000 --log-interval 1 --log-throughput "$@"
 }
 
 gathers() {

@@ -256,40 +256,60 @@ scaling() {
     return $failed
 }
 
+# logged LOG COMMAND...: what a command prints, in a file too.
+logged() {
+    local log=$1
+    shift
+    if [ -n "$dry" ]; then
+        "$@"
+        return
+    fi
+    mkdir -p "$(dirname "$log")"
+    "$@" 2>&1 | tee -a "$log"
+}
+
 # eight MICROBATCHES RECIPE FLAGS...: five steps of 8B without tensor parallelism.
 eight() {
-    local words="$1 ${*:2}"
-    words=${words// --/-}
-    mock "llama/${words// /-}" "$gpus" --config configs/models/llama3_8b.yaml --tensor-model-parallel-size 1 \
+    local name="llama/$1/${*:2}"
+    logged "$out/$name.log" mock "$name" "$gpus" --config configs/models/llama3_8b.yaml --tensor-model-parallel-size 1 \
         --global-batch-size $(($1 * gpus)) --train-iters 5 --recipe "${@:2}"
 }
 
+declare -A of_stock=(
+    [bf16]=""
+    [tensorwise]="--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"
+    [delayed]="--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
+)
+
 llama() {
     local recipe flags failed=0
-    for flags in "16 fp8_current" "16 fp8_current --fp8-accumulate-wgrad" \
-        "16 fp8_current --output-layer-chunk-size 1024" "16 bf16" "16 fp8_delayed" "1 bf16" "1 fp8_current" \
-        "16 mxfp8" "1 mxfp8" "16 fp8_current $plain"; do
-        # shellcheck disable=SC2086 # microbatches, a recipe, and flags after it
-        eight $flags || failed=1
+    for flags in "16 fp8_current" "16 bf16" "stock tensorwise" "stock bf16" "16 fp8_delayed" "stock delayed" \
+        "1 bf16" "1 fp8_current" "1 mxfp8" "16 mxfp8" "16 fp8_current --fp8-accumulate-wgrad" \
+        "16 fp8_current --output-layer-chunk-size 1024" "16 fp8_current $plain"; do
+        if [ "${flags% *}" = stock ]; then
+            [ -z "${CLIENT:-}" ] || stock_llama "${flags#* }" || failed=1
+        else
+            # shellcheck disable=SC2086 # microbatches, a recipe, and flags after it
+            eight $flags || failed=1
+        fi
+    done
+    for flags in 16 1; do
+        run python tools/run_logs.py "$out/llama/$flags" --sequence 8192 --gpus "$gpus" --baseline bf16 \
+            --out "$out/llama-$flags.json" || failed=1
     done
     for recipe in fp8_current bf16 fp8_delayed; do
         bench "profile-$recipe" profile --shapes 8b --recipes "$recipe" --gpus "$gpus" --microbatches 4 || failed=1
     done
-    [ -n "${CLIENT:-}" ] || return $failed
-    for flags in "" "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather" \
-        "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"; do
-        # shellcheck disable=SC2086
-        stock_llama $flags || failed=1
-    done
     return $failed
 }
 
-# stock_llama FLAGS...: five steps of the same model in the checkout CLIENT; TE is a folder with TransformerEngine.
+# stock_llama NAME: five steps of the same model in the checkout CLIENT; TE is a folder with TransformerEngine.
 stock_llama() {
-    local PYTHONPATH=${TE:+$TE:}$PWD/tools/bench/stand_ins:${PYTHONPATH:-} CUDA_DEVICE_MAX_CONNECTIONS=1
+    local name="llama/16/TransformerEngine $1" PYTHONPATH=${TE:+$TE:}$PWD/tools/bench/apex:${PYTHONPATH:-} CUDA_DEVICE_MAX_CONNECTIONS=1
     export PYTHONPATH CUDA_DEVICE_MAX_CONNECTIONS
-    run torchrun --standalone --nproc-per-node "$gpus" "$CLIENT/pretrain_gpt.py" --num-layers 32 \
-        --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention \
+    # shellcheck disable=SC2086 # several words
+    logged "$out/$name.log" once "$name" torchrun --standalone --nproc-per-node "$gpus" "$CLIENT/pretrain_gpt.py" \
+        ${of_stock[$1]} --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention \
         --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope \
         --rotary-base 500000 --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights \
         --disable-bias-linear --hidden-dropout 0.0 --attention-dropout 0.0 --micro-batch-size 1 \
@@ -297,7 +317,7 @@ stock_llama() {
         --tokenizer-type NullTokenizer --vocab-size 128255 --transformer-impl transformer_engine \
         --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --cross-entropy-loss-fusion \
         --cross-entropy-fusion-impl te --manual-gc --manual-gc-interval 100 --no-check-for-nan-in-loss-and-grad \
-        --eval-iters 1 --eval-interval 1000 --log-interval 1 --log-throughput "$@"
+        --eval-iters 1 --eval-interval 1000 --log-interval 1 --log-throughput
 }
 
 gathers() {

@@ -2,7 +2,8 @@
 # Runs sweeps side by side on the GPUs of a machine that is held for a limited time:
 #
 #   scripts/study.sh start OUT SECONDS LANE...   starts the lanes in the background, under CUDA MPS; returns at once
-#   scripts/study.sh wait OUT [SECONDS]          waits for their end, 590 seconds at most by default, and says how they stand
+#   scripts/study.sh wait OUT [SECONDS [FILE]]   waits for their end, 590 seconds at most by default, and says how they
+#                                                stand; packs to FILE each minute, so that a call that is cut has them
 #   scripts/study.sh pack OUT FILE.tar.xz        writes all files of the runs but checkpoints, caches and TensorBoard's;
 #                                                above 15 MiB as FILE.tar.xz.00, .01 and so on, which cat joins
 #
@@ -20,6 +21,7 @@ set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 script=$here/scripts/study.sh
 limit=${LIMIT:-15M} # of a packed file
+every=${EVERY:-60}  # seconds between packs while it waits
 export SWEEP=${SWEEP:-}
 export SCORES="--recipe checkpoint bf16 --wikitext --micro-batch-size 16 --data-path data/enwiki-test.jsonl.xz${CORPUS:+ $CORPUS/docs-test.jsonl.xz}"
 
@@ -64,11 +66,16 @@ lane() {
 }
 
 wait_for() {
-    local end=$(($(date +%s) + ${1:-590})) running pid run
+    local start end file=${2:-} running pid run
+    start=$(date +%s) end=$((start + ${1:-590}))
     while :; do
         running=0
         for pid in "$out"/*.pid; do alive "$pid" && running=$((running + 1)); done
         ((running == 0 || $(date +%s) >= end)) && break
+        if [ -n "$file" ] && (($(date +%s) >= start + every)); then
+            pack "$file" >/dev/null
+            start=$(date +%s)
+        fi
         sleep 1
     done
     for run in "$out"/*/*/metrics.jsonl; do
@@ -79,13 +86,15 @@ wait_for() {
     done
     grep -hE 'failed|stopped by|^ {4}' "$out"/*.log
     echo "$running lanes run"
+    [ -z "$file" ] || pack "$file"
 }
 
 pack() {
     mkdir -p "$(dirname "$1")"
-    rm -f "$1" "$1".[0-9][0-9] # cat would join parts of an earlier call
-    XZ_OPT='-3 -T0' tar cJf "$1" -C "$out" --exclude='iter_*' --exclude=tensorboard --exclude=cache --exclude=mps \
+    XZ_OPT='-3 -T0' tar cJf "$1.unfinished" -C "$out" --exclude='iter_*' --exclude=tensorboard --exclude=cache --exclude=mps \
         --exclude=locks --exclude='*.pid' .
+    rm -f "$1".[0-9][0-9] # cat would join parts of an earlier call
+    mv "$1.unfinished" "$1"
     if [ -n "$(find "$1" -size +"$limit")" ]; then
         split --bytes="$limit" --numeric-suffixes "$1" "$1." && rm "$1"
     fi

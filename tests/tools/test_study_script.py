@@ -17,6 +17,7 @@ import pytest
 
 from megatron_lowprec.commands import sweep as cli
 from tests.environment import ROOT, python_path
+from tests.waiting import wait_for
 
 SCRIPT = ROOT / "scripts/study.sh"
 LANES = ROOT / "scripts/studies"
@@ -49,13 +50,12 @@ def test_lanes_run_are_waited_for_and_packed(tmp_path: Path) -> None:
     (tmp_path / "two").write_text("third sweep.yaml\n")
     out = tmp_path / "out"
     assert study("start", out, "600", tmp_path / "one", tmp_path / "two", path=path).returncode == 0
-    waited = study("wait", out, "300", path=path)
+    waited = study("wait", out, "300", tmp_path / "study.tar.xz", path=path)
     assert '"iteration": 7' in waited.stdout
-    assert waited.stdout.endswith("0 lanes run\n")
+    assert "0 lanes run\n" in waited.stdout
     log = (out / "one.log").read_text().splitlines()
     sweeps = ["+ scripts/sweep.py sweep.yaml --only a b", "+ scripts/sweep.py sweep.yaml"]
     assert [line.partition(",")[0] for line in log] == [*sweeps, *(f"{line} --start-within 0" for line in sweeps)]
-    assert study("pack", out, tmp_path / "study.tar.xz", path=path).returncode == 0
     with tarfile.open(tmp_path / "study.tar.xz") as tar:
         names = {member.name for member in tar.getmembers() if member.isfile()}
     assert names == {
@@ -63,6 +63,22 @@ def test_lanes_run_are_waited_for_and_packed(tmp_path: Path) -> None:
         "./one.log",
         "./two.log",
     }
+
+
+def test_a_wait_that_is_cut_has_packed(tmp_path: Path) -> None:
+    (tmp_path / "out" / "folder" / "job").mkdir(parents=True)
+    (tmp_path / "out" / "folder" / "job" / "metrics.jsonl").write_text('{"iteration": 7}\n')
+    (tmp_path / "out" / "lane.pid").write_text(str(os.getpid()))
+    packed = tmp_path / "study.tar.xz"
+    env = {**os.environ, "EVERY": "1"}
+    with subprocess.Popen(["bash", str(SCRIPT), "wait", str(tmp_path / "out"), "300", str(packed)], env=env) as waiting:
+        try:
+            wait_for(packed.exists, "a pack of the runs")
+            assert waiting.poll() is None
+        finally:
+            waiting.kill()
+    with tarfile.open(packed) as tar:
+        assert "./folder/job/metrics.jsonl" in tar.getnames()
 
 
 def test_a_large_pack_is_in_parts(tmp_path: Path) -> None:

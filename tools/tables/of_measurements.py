@@ -6,6 +6,7 @@
     quantizers FILE COUNTS SIZE    ``tools.bench quantize`` beside the time that bytes and instructions predict
     experiment FILE TABLE COLUMN ...  a table of tools/numerics.py, by the JSON file's keys; all columns without names
     bench FILE COLUMN ...          rows of tools.bench; COLUMN is KEY for all, KEY=PATTERN for those rows only
+    experts FILE                   ``tools.bench experts``, the faster round of each row
 
 A FILE is beside the page.
 """
@@ -40,6 +41,11 @@ _BENCH: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "over_bf16": ("over bf16", lambda row: f"{row['over_bf16']:.3f}"),
     "kernel_ms": ("kernels", lambda row: f"{row['kernel_ms']:.1f}"),
     "host_ms": ("host", lambda row: f"{row['host_ms']:.0f}"),
+    "tokens_s": ("tokens/s per GPU", lambda row: f"{row['tokens_s']:,.0f}"),
+    "tflops": ("TFLOP/s per GPU", lambda row: f"{row['tflops']:.0f}"),
+    "peak_gib": ("peak GiB", lambda row: f"{row['peak_gib']:.1f}"),
+    "planned_gib": ("planned", lambda row: "" if row["planned_gib"] is None else f"{row['planned_gib']:.1f}"),
+    "peak_over_bf16": ("peak over bf16's", lambda row: f"{row['peak_over_bf16']:.3f}"),
     "share": ("share", lambda row: f"{row['share']:.0%}"),
     "floor_ms": ("floor", lambda row: "" if row.get("floor_ms") is None else f"{row['floor_ms']:.0f}"),
 }
@@ -59,6 +65,22 @@ def _bench(page: Path, name: str, *columns: str) -> Iterator[Row]:
         rows = [row for row in rows if fnmatchcase(str(row[key]), pattern)]
     yield [_BENCH[key][0] for key in shown]
     yield from ([_BENCH[key][1](row) for key in shown] for row in rows)
+
+
+def _experts(page: Path, name: str) -> Iterator[Row]:
+    """Milliseconds of each row's faster round: a loaded host slows down rounds that wait for it."""
+    rows = {row["experts"]: row for row in data_of(page, name)["tables"][0]["rows"]}
+    ms = {key: min(row["rounds"]) for key, row in rows.items()}
+    tokens = f"{next(iter(rows.values()))['tokens']} tokens"
+    heads = "sequential", "grouped", "until the grouped call returns (host)", "TransformerEngine"
+    yield tokens, *heads, "TransformerEngine's time over grouped"
+    for recipe in (key for key in ms if f"{key}, grouped" in ms):
+        grouped, peer = f"{recipe}, grouped", ms.get(f"TE GroupedLinear, {recipe}")
+        beside = ("", "") if peer is None else (f"{peer:.1f}", f"{peer / ms[grouped]:.2f}")
+        yield recipe, f"{ms[recipe]:.1f}", f"{ms[grouped]:.1f}", f"{rows[grouped]['host_us'] / 1e3:.1f}", *beside
+    yield "Megatron-core's sequential experts, bf16", f"{ms['Megatron-core, bf16']:.1f}", "", "", "", ""
+    product = "torch grouped product, bf16"
+    yield "torch's grouped product, bf16", "", f"{ms[product]:.1f}", f"{rows[product]['host_us'] / 1e3:.1f}", "", ""
 
 
 def _steps(page: Path, *names: str) -> Iterator[Row]:
@@ -127,4 +149,5 @@ TABLES: dict[str, Callable[..., Iterator[Row]]] = {
     "quantizers": _quantizers,
     "experiment": _experiment,
     "bench": _bench,
+    "experts": _experts,
 }

@@ -1,0 +1,86 @@
+"""Steps and memory of training runs, from the logs of this driver and of Megatron-LM, as JSON for a results page:
+
+    python tools/run_logs.py FOLDER --sequence 8192 --gpus 2 --baseline 16-bf16 --out docs/results/llama3-8b.json
+
+Each FOLDER/NAME.log is a run. Its time is the median over iterations from --first on; one that is captured in CUDA
+graphs or compiled later than that is in it.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_lowprec.errors import Parser, UserError, run_tool
+from megatron_lowprec.training.config.paths import output_file
+
+_ITERATION = re.compile(
+    r"iteration +(\d+)/.*?consumed samples: +(\d+).*?per iteration \(ms\): ([\d.]+).*?TFLOP/s/GPU\): ([\d.]+)"
+    r".*?lm loss: (\S+).*?grad norm: ([\d.]+)"
+)
+_PEAKS = re.compile(r"memory: ([\d.]+) GiB allocated at most"), re.compile(r"max allocated: ([\d.]+)")  # GiB, MiB
+_PLANNED = re.compile(r"memory: ([\d.]+) GiB planned")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write --out; exit code 2: a folder without the baseline's log, or a log without iterations."""
+    parser = Parser(prog="run_logs.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="with a NAME.log a run, and perhaps NAME/run.json beside it")
+    parser.add_argument("--sequence", type=int, required=True, help="tokens of a sample")
+    parser.add_argument("--gpus", type=int, required=True, help="processes of a run")
+    parser.add_argument("--baseline", required=True, metavar="NAME", help="the run that times and peaks are divided by")
+    parser.add_argument("--first", type=int, default=2, help="iteration from which steps count (default: %(default)s)")
+    parser.add_argument("--out", type=output_file, required=True, metavar="FILE.json", help="file to write")
+    args = parser.parse_args(argv)
+    return run_tool("run_logs.py", lambda: write(args))
+
+
+def write(args: argparse.Namespace) -> None:
+    """A row a log, in the form of tools.bench's files, and each run's ``run.json``."""
+    logs = sorted(args.folder.glob("*.log"), key=lambda log: log.stem.lower())
+    rows = {log.stem: row_of(log, args) for log in logs}
+    if args.baseline not in rows:
+        raise UserError(f"--baseline {args.baseline}: {args.folder} has {', '.join(rows) or 'no logs'}")
+    base = rows[args.baseline]
+    for row in rows.values():
+        row["over_bf16"] = row["ms"] / base["ms"]
+        row["peak_over_bf16"] = row["peak_gib"] / base["peak_gib"] if row["peak_gib"] and base["peak_gib"] else None
+    runs = {log.stem: json.loads(run.read_text()) for log in logs if (run := log.with_suffix("") / "run.json").exists()}
+    content = {"tables": [{"title": "steps of whole runs", "rows": list(rows.values())}], "runs": runs}
+    args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def row_of(log: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """A run's median step, ms, with the smallest and largest; rates per GPU; memory in GiB, None where no line has it.
+
+    Raises:
+        UserError: the log has no iteration from --first on.
+    """
+    text = log.read_text(encoding="utf-8", errors="replace")
+    names = "iteration", "samples", "ms", "tflops", "loss", "grad_norm"
+    iterations = [dict(zip(names, map(float, found), strict=True)) for found in _ITERATION.findall(text)]
+    ms = [each["ms"] for each in iterations if each["iteration"] >= args.first]
+    if not ms:
+        raise UserError(f"{log}: has {len(iterations)} iterations with a time, none from --first {args.first} on")
+    ours, stock = (max(map(float, pattern.findall(text)), default=None) for pattern in _PEAKS)
+    planned = _PLANNED.search(text)
+    samples = iterations[0]["samples"] / iterations[0]["iteration"]
+    return {
+        "variant": log.stem,
+        "ms": median(ms),
+        "low": min(ms),
+        "high": max(ms),
+        "tflops": median(each["tflops"] for each in iterations if each["iteration"] >= args.first),
+        "tokens_s": samples * args.sequence / args.gpus / median(ms) * 1e3,
+        "peak_gib": ours or (stock and stock / 1024),
+        "planned_gib": planned and float(planned[1]),
+        "iterations": iterations,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

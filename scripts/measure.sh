@@ -40,9 +40,10 @@
 #
 # Environment: DATA is the corpus of configs, large and of the studies from schedule to medium; GPUS is the number of GPUs
 # (default: all), JOBS the jobs of a study that share one (default: 3), SWEEP further flags of scripts/sweep.py in a study,
-# such as "--seeds 1238-1241 --only *mxfp8*" to leave out what has run; WORKERS those of tests (default: one a core);
-# CLIENT a checkout of Megatron-LM core_v0.16.1 for clients (default: Megatron-LM) and llama; of megatron, CLIENTS its folders or tarballs (default: CLIENT), CORES folders with
-# megatron-core for those of another release than the installed one, TE a folder with TransformerEngine.
+# such as "--seeds 1238-1241 --only *mxfp8*" to leave out what has run; WORKERS those of tests (default: one a core), TESTS
+# their files and folders (default: all); CLIENT a checkout of Megatron-LM core_v0.16.1 for clients (default: Megatron-LM)
+# and llama; of megatron, CLIENTS its folders or tarballs (default: CLIENT), CORES folders with megatron-core for those of
+# another release than the installed one, TE a folder with TransformerEngine, of llama too.
 # Each part writes OUT/PART.log and its JSON, and OUT/PART.done after success. A part with that file is not repeated,
 # nor is a step of it: the same call continues one that was stopped.
 # --dry-run only prints the commands.
@@ -91,7 +92,10 @@ mock() {
         --mock-data --eval-iters 0 --log-interval 1 "${@:3}"
 }
 
-tests() { run python -m pytest -m gpu -n "${WORKERS:-$(nproc)}" -v -rs tests; }
+tests() {
+    # shellcheck disable=SC2086 # several words
+    run python -m pytest -m gpu -n "${WORKERS:-$(nproc)}" -v -rs ${TESTS:-tests}
+}
 
 step() {
     local model failed=0
@@ -191,8 +195,8 @@ peaks() {
     )
     local -A samples=([1.3b]=8 [6.7b]=1) # of a microbatch
     for count in 16 1; do
-        for recipe in bf16 fp8_current "fp8_current $plain" mxfp8 "mxfp8 $plain" \
-            fp8_delayed fp8_blockwise fp8_rowwise mxfp4_rht_sr; do
+        for recipe in bf16 fp8_current mxfp8 fp8_blockwise fp8_delayed fp8_rowwise mxfp4_rht_sr \
+            "fp8_current $plain" "mxfp8 $plain"; do
             for model in 6.7b 1.3b; do
                 ((${models[$model]%% *} <= gpus)) || continue
                 batch=$((samples[$model] * count))

@@ -49,7 +49,7 @@ class StepRow:
     def metrics(self) -> dict[str, float]:
         """Values by Megatron's keys, without those not measured.
 
-        Times are rounded, to 0.01 ms and 0.1 TFLOP/s: digits below are noise that archives of runs would keep.
+        Times are rounded, to 0.01 ms and ``rate``: digits below are noise that archives of runs would keep.
         """
         values = {
             "lm loss": self.loss,
@@ -59,12 +59,17 @@ class StepRow:
             "num-zeros": self.num_zeros,
             "params-norm": self.params_norm,
             "iteration-time": round(self.seconds, 5),
-            "throughput": round(self.tflops_per_gpu, 1),
+            "throughput": float(rate(self.tflops_per_gpu)),
             "skipped iterations": self.skipped_iterations,
             "nan iterations": self.nan_iterations,
             **self.state,
         }
         return {key: value for key, value in values.items() if value is not None}
+
+
+def rate(tflops: float) -> str:
+    """To 0.1 TFLOP/s as Megatron's log has it; below 1, a CPU's, in two digits."""
+    return f"{tflops:.1f}" if tflops >= 1 else f"{tflops:.2g}"
 
 
 def iteration_line(row: StepRow, train_iters: int, loss: float, seconds: float, tflops: float) -> str:
@@ -73,7 +78,7 @@ def iteration_line(row: StepRow, train_iters: int, loss: float, seconds: float, 
         f"iteration {row.iteration:8d}/{train_iters:8d}",
         f"consumed samples: {row.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {seconds * 1000.0:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {rate(tflops)}",
         f"learning rate: {row.learning_rate:.6E}",
         f"global batch size: {row.batch_size:5d}",
         f"lm loss: {loss:.6E}",

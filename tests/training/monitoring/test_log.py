@@ -45,6 +45,12 @@ def test_log_line_is_megatron_s() -> None:
     )
 
 
+def test_a_cpu_s_rate_is_not_zero() -> None:
+    slow = row(tflops_per_gpu=0.01234)
+    assert "(TFLOP/s/GPU): 0.012 |" in iteration_line(slow, 100, 5.5, 0.25, slow.tflops_per_gpu)
+    assert (slow.metrics()["throughput"], row(tflops_per_gpu=812.46).metrics()["throughput"]) == (0.012, 812.5)
+
+
 def test_log_line_puts_what_was_asked_for_in_megatron_s_order() -> None:
     line = iteration_line(row(num_zeros=12, params_norm=34.5), 100, 5.5, 0.25, 1.5)
     names = [part.split(":")[0].strip() for part in line.split("|") if ":" in part]

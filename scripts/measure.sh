@@ -288,7 +288,7 @@ declare -A of_stock=(
 llama() {
     local recipe flags failed=0
     for flags in "16 fp8_current" "16 bf16" "stock tensorwise" "stock bf16" "16 fp8_delayed" "stock delayed" \
-        "1 bf16" "1 fp8_current" "1 mxfp8" "16 mxfp8" "16 fp8_current --fp8-accumulate-wgrad" \
+        "16 fp8_current --flash-attention-version 4" "1 bf16" "1 fp8_current" "1 mxfp8" "16 mxfp8" "16 fp8_current --fp8-accumulate-wgrad" \
         "16 fp8_current --output-layer-chunk-size 1024" "16 fp8_current $plain"; do
         if [ "${flags% *}" = stock ]; then
             [ -z "${CLIENT:-}" ] || stock_llama "${flags#* }" || failed=1

@@ -23,6 +23,7 @@ from megatron_lowprec.kernels.dispatch import have_triton
 from megatron_lowprec.kernels.fp8_accumulate import cublaslt
 from megatron_lowprec.linear.backends.table import emulated_rows
 from megatron_lowprec.mcore.graphs.layer_graphs import LayerGraphs
+from megatron_lowprec.mcore.layers.flash_attention import use_flash_attention
 from megatron_lowprec.mcore.layers.gpt_model import LowPrecGPTModel
 from megatron_lowprec.mcore.layers.router import LossTokens, weigh_aux_losses
 from megatron_lowprec.mcore.optim.fp8_param_gather import use_primary_weights
@@ -130,7 +131,11 @@ def build_model(config: Config, recipe: Recipe, padded_vocab_size: int) -> Model
     transformer = transformer_config(config, te)
     chunks = _gpt_chunks(config, transformer, padded_vocab_size)
     if te is None:
-        return Model(transformer, chunks, bind(config, recipe, chunks))
+        runtime = bind(config, recipe, chunks)
+        if config.flash_attention_version is not None:
+            use_flash_attention(config.flash_attention_version, transformer.attention_dropout)
+            runtime.notes.append(f"attention: FlashAttention {config.flash_attention_version}")
+        return Model(transformer, chunks, runtime)
     if not config.no_gradient_accumulation_fusion:
         accumulate_wgrad(chunks)
     return Model(transformer, chunks, TERuntime(recipe, str(te)))

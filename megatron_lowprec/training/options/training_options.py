@@ -92,6 +92,14 @@ class TrainingOptions(Group):
         needs="transformer_impl=local",
         inference=True,
     )
+    flash_attention_version: int | None = arg(
+        None,
+        "attention by FlashAttention 2, 3 or 4, of which 3 and 4 are packages to install and have no dropout; by "
+        "default torch chooses, cuDNN's on Hopper",
+        least=2,
+        most=4,
+        needs="transformer_impl=local attention_backend=auto !reset_attention_mask",
+    )
     use_cpu_initialization: bool = arg(
         False,
         "draw the initial weights on the CPU: the same for every tensor-parallel size",

@@ -133,7 +133,8 @@ def build_model(config: Config, recipe: Recipe, padded_vocab_size: int) -> Model
     if te is None:
         runtime = bind(config, recipe, chunks)
         if config.flash_attention_version is not None:
-            use_flash_attention(config.flash_attention_version, transformer.attention_dropout)
+            channels = transformer.kv_channels
+            use_flash_attention(config.flash_attention_version, transformer.attention_dropout, channels)
             runtime.notes.append(f"attention: FlashAttention {config.flash_attention_version}")
         return Model(transformer, chunks, runtime)
     if not config.no_gradient_accumulation_fusion:

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.layers import flash_attention
 from megatron_lowprec.mcore.layers.flash_attention import use_flash_attention
 from tests.launch import torchrun
 
@@ -24,8 +25,9 @@ def torch_s_choice_afterwards() -> Iterator[None]:
 
 @pytest.fixture
 def activated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names that were given to torch's registry, on a GPU that reports Hopper's capability."""
+    """Names that were given to torch's registry, and widths attended at, on a GPU that reports Hopper's capability."""
     names: list[str] = []
+    monkeypatch.setattr(flash_attention, "_attend", lambda channels: names.append(f"{channels} channels"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", names.append, raising=False)
@@ -34,40 +36,39 @@ def activated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize(("version", "names"), [(2, []), (3, ["FA3"]), (4, ["FA4"])])
 def test_torch_takes_the_version_before_cudnn(activated: list[str], version: int, names: list[str]) -> None:
-    use_flash_attention(version, dropout=0.0)
-    assert activated == names
+    use_flash_attention(version, dropout=0.0, channels=128)
+    assert activated == [*names, "128 channels"]
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_dropout_is_refused_where_there_is_none(activated: list[str]) -> None:
-    use_flash_attention(2, dropout=0.1)
+    use_flash_attention(2, dropout=0.1, channels=64)
     with pytest.raises(UserError, match=r"set --attention-dropout 0, now 0\.1, or leave it out"):
-        use_flash_attention(4, dropout=0.1)
-    assert activated == []
+        use_flash_attention(4, dropout=0.1, channels=64)
+    assert activated == ["64 channels"]
 
 
 def test_a_gpu_of_another_capability_is_named(activated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
     with pytest.raises(UserError, match=r"of compute capability 9\.x or 10\.x, this one has 12\.0"):
-        use_flash_attention(4, dropout=0.0)
+        use_flash_attention(4, dropout=0.0, channels=64)
     assert activated == []
 
 
-@pytest.mark.parametrize("error", [ImportError("No module named 'flash_attn'"), RuntimeError("no kernels")])
-def test_a_missing_package_is_named(activated: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fails(name: str) -> None:
+@pytest.mark.parametrize(
+    "error", [ImportError("No module named 'flash_attn'"), ValueError("too many values to unpack"), AttributeError("x")]
+)
+def test_what_does_not_fit_is_named(activated: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """No package, or a release whose functions torch does not call in its way."""
+
+    def fails(_: int) -> None:
         raise error
 
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", fails)
-    with pytest.raises(UserError, match=f"needs the package flash-attn-4: {error}"):
-        use_flash_attention(4, dropout=0.0)
-    assert torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_an_older_torch_is_named(activated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
-    with pytest.raises(UserError, match="needs a torch with"):
-        use_flash_attention(3, dropout=0.0)
+    monkeypatch.setattr(flash_attention, "_attend", fails)
+    words = f"the package flash-attn-4 of a release that it takes; a small attention failed: {type(error).__name__}: "
+    with pytest.raises(UserError, match=words + str(error)):
+        use_flash_attention(4, dropout=0.0, channels=64)
+    assert activated == ["FA4"]
 
 
 def test_a_run_without_a_gpu_ends_in_one_line() -> None:
@@ -82,7 +83,7 @@ def test_a_run_without_a_gpu_ends_in_one_line() -> None:
 def test_on_a_gpu_it_is_attention(version: int) -> None:
     """As exact as torch's own choice is, beside fp32's plain attention; heads in groups, as rope leaves them."""
     try:
-        use_flash_attention(version, dropout=0.0)
+        use_flash_attention(version, dropout=0.0, channels=128)
     except UserError as error:
         pytest.skip(str(error))
     generator = torch.Generator("cuda").manual_seed(0)

@@ -118,7 +118,8 @@ muon() { bench muon step --shapes 345m --recipes fp8_current,mxfp4_rht_sr --opti
 
 options() {
     local recipe failed=0
-    for recipe in fp8_delayed "fp8_delayed --fp8-accumulate-wgrad" fp8_current "fp8_current --fp8-accumulate-wgrad"; do
+    for recipe in fp8_delayed "fp8_delayed --no-fp8-accumulate-wgrad" \
+        fp8_current "fp8_current --no-fp8-accumulate-wgrad"; do
         # shellcheck disable=SC2086 # a recipe, and flags after it
         mock "options/${recipe// --/-}" 1 --config configs/models/gpt_1.3b.yaml --micro-batch-size 8 \
             --global-batch-size 32 --train-iters 12 --recipe $recipe || failed=1
@@ -288,8 +289,9 @@ declare -A of_stock=(
 llama() {
     local recipe flags failed=0
     for flags in "16 fp8_current" "16 bf16" "stock tensorwise" "stock bf16" "16 fp8_delayed" "stock delayed" \
-        "16 fp8_current --flash-attention-version 4" "1 bf16" "1 fp8_current" "1 mxfp8" "16 mxfp8" "16 fp8_current --fp8-accumulate-wgrad" \
-        "16 fp8_current --output-layer-chunk-size 1024" "16 fp8_current $plain"; do
+        "16 fp8_current --flash-attention-version 4" "1 bf16" "1 fp8_current" "1 mxfp8" "16 mxfp8" \
+        "16 fp8_current --no-fp8-accumulate-wgrad" "16 fp8_current --output-layer-chunk-size 1024" \
+        "16 fp8_current $plain"; do
         if [ "${flags% *}" = stock ]; then
             [ -z "${CLIENT:-}" ] || stock_llama "${flags#* }" || failed=1
         else

@@ -105,13 +105,9 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
         inner_options=_inner_options(config),
     )
     try:
-        cublaslt.enable(config.fp8_accumulate_wgrad)
+        cublaslt.enable(bool(config.fp8_accumulate_wgrad))
     except RuntimeError as error:
         raise UserError(f"--fp8-accumulate-wgrad: {error}") from None
-    if config.fp8_accumulate_wgrad and isinstance(model.runtime, RecipeRuntime):
-        model.runtime.notes.append(
-            "--fp8-accumulate-wgrad: cuBLASLt adds weight gradients of FP8 products to main_grad"
-        )
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = finalize_model_grads
     graphs = None

@@ -24,6 +24,7 @@ from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.checkpoint.changes import other_recipe
 from megatron_lowprec.training.checkpoint.save_lock import SaveLock
 from megatron_lowprec.training.config import te_checks
+from megatron_lowprec.training.config.accumulation_options import resolve_accumulation
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.memory_options import memory_notes
 from megatron_lowprec.training.config.options import Config
@@ -95,7 +96,8 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     notes = notes + more
     _check_device(config, config.memory_plan)
     if config.explain_recipe:
-        _print_once(ranks, *notes, *memory_notes(config, recipe, given), _explanation(config, recipe))
+        _, adds = resolve_accumulation(config, recipe, ranks.world_size, config.device)
+        _print_once(ranks, *notes, *memory_notes(config, recipe, given), *adds, _explanation(config, recipe))
         return
     if config.memory_plan:
         from megatron_lowprec.kernels.dispatch import arch_here

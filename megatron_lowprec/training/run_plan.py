@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training import schedule as schedules
+from megatron_lowprec.training.config.accumulation_options import resolve_accumulation
 from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
 from megatron_lowprec.training.config.memory_options import memory_notes
 from megatron_lowprec.training.config.options import Config
@@ -59,10 +60,12 @@ def plan_run(
     tokenizer = tokenizer_of(config)
     check_paths(config, tokenizer)
     found, found_notes = saved_state.find_checkpoint(config)
+    stored = None
     if found is not None and not config.finetune:
         config, more = saved_state.stored_weights(found, config, recipe, given)
-        notes = notes + more
-    notes = notes + memory_notes(config, recipe, given)
+        notes, stored = notes + more, found.content["options"].get("fp8_accumulate_wgrad", False)
+    config, more = resolve_accumulation(config, recipe, ranks.world_size, stored=stored)
+    notes = notes + memory_notes(config, recipe, given) + more
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
     )

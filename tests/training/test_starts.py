@@ -21,7 +21,8 @@ from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.checkpoint import loader, resume
 from megatron_lowprec.training.checkpoint.checkpoint import Progress
 from megatron_lowprec.training.checkpoint.resume import Saved
-from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config import accumulation_options
+from megatron_lowprec.training.config.arguments import flag, parse
 from megatron_lowprec.training.config.options import GROUPS, Config, options_in
 from megatron_lowprec.training.config.paths import run_paths
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
@@ -250,20 +251,24 @@ def test_every_shipped_configuration_is_taken_by_the_tools(
     assert len(group_runs(found, "bf16")[0]) == 1
 
 
+@pytest.mark.parametrize("option", ["fp8_param_gather", "fp8_accumulate_wgrad"])
 @pytest.mark.parametrize(
     ("stored", "note"), [(True, "is on, as from 1e9 parameters on"), (False, ": off, as in the checkpoint's run")]
 )
-def test_a_large_run_that_resumes_says_once_how_it_stores_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool, note: str
+def test_a_large_run_that_resumes_says_once_what_it_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, stored: bool, note: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(accumulation_options, "_arch_here", lambda: "sm90")
     start = planned("gpt_1.3b", "--recipe", "fp8_current").content
-    saved_at_7({**start, "options": {**start["options"], "fp8_param_gather": stored}})
+    assert start["options"][option]
+    saved_at_7({**start, "options": {**start["options"], option: stored}})
     monkeypatch.setattr(resume.safe_load, "examine", lambda folder: None)
     again = planned("gpt_1.3b", "--recipe", "fp8_current")
-    assert again.config.fp8_param_gather is stored
-    (said,) = (line for line in (*again.notes, *again.later_notes) if "--fp8-param-gather" in line)
+    assert getattr(again.config, option) is stored
+    (said,) = (line for line in (*again.notes, *again.later_notes) if flag(option) in line)
     assert note in said
+    assert "earlier_options" not in again.content
 
 
 def other(value: Any) -> Any:

@@ -28,6 +28,7 @@ def main(asked: dict[str, Any]) -> None:
     from megatron_lowprec.recipe.parsing import load_recipe
     from megatron_lowprec.training import schedule as schedules
     from megatron_lowprec.training.config import te_checks
+    from megatron_lowprec.training.config.accumulation_options import resolve_accumulation
     from megatron_lowprec.training.config.arguments import parse
     from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
     from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
@@ -42,6 +43,7 @@ def main(asked: dict[str, Any]) -> None:
     recipe = load_recipe(config.recipe, config.recipe_override)
     config, _ = resolve_recipe(resolve_model(config), recipe, given)
     config = resolve_run(config, ranks.world_size, gpus=on_gpu)
+    config, _ = resolve_accumulation(config, recipe, ranks.world_size)
     config, _ = resolve_cuda_graphs(config, recipe, ranks.world_size, gpus=on_gpu)
     te_checks.prepare(config, recipe)
     schedule, _ = schedules.plan(config, config.steps.global_batch_size, config.steps.samples)

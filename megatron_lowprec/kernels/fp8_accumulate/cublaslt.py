@@ -1,8 +1,8 @@
 """``reference.add_product_`` by cuBLASLt with beta = 1, since torch's scaled products cannot add to their output.
 
 A weight gradient of [O, I] then reads and writes ``main_grad`` once, 8 bytes an entry, where product and sum move 16.
-The sum rounds once where the reference rounds twice, so its last bit may differ. ``enable`` switches it on for the
-process; it is off by default.
+The sum rounds once where the reference rounds twice, and cuBLASLt's algorithm may accumulate the product otherwise than
+that of torch's product. ``enable`` switches it on for the process.
 """
 
 from __future__ import annotations

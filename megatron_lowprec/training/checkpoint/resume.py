@@ -251,8 +251,13 @@ def differing(options: Mapping[str, Any], config: Config, names: Collection[str]
 
 def earlier_values(options: Mapping[str, Any], config: Config, names: Collection[str]) -> dict[str, Any]:
     """The checkpoint's values of those options that differ now; ``names`` has the ones to compare."""
-    before = {name: options.get(name, getattr(_DEFAULTS, name)) for name in names}  # older ones lack newer options
-    return {name: value for name, value in before.items() if value != getattr(config, name)}
+
+    def known(name: str, value: Any) -> Any:
+        return OPTIONS[name].formerly if value is None else value
+
+    # older ones lack newer options
+    before = {name: known(name, options.get(name, getattr(_DEFAULTS, name))) for name in names}
+    return {name: value for name, value in before.items() if value != known(name, getattr(config, name))}
 
 
 def check_length(saved: Saved, config: TrainingOptions) -> None:

@@ -17,7 +17,7 @@ LARGE = 1e9  # parameters without embeddings
 
 def resolve_memory(config: Config, recipe: Recipe) -> Config:
     """Fill --fp8-param-gather and --save-memory."""
-    large = _is_large(config)
+    large = is_large(config)
     if config.fp8_param_gather is None:
         config = replace(config, fp8_param_gather=large and _why_not_fp8(config, recipe) is None)
     if config.save_memory is None and config.transformer_impl == "local":
@@ -50,7 +50,7 @@ def memory_notes(config: Config, recipe: Recipe, given: Collection[str]) -> list
             f"--output-layer-chunk-size {size}: logits of {size} of a microbatch's {tokens} tokens at once, which the "
             "backward pass computes again"
         )
-    if not _is_large(config):
+    if not is_large(config):
         return notes
     if "fp8_param_gather" not in given and not recipe.fp8_weights:
         reason = _why_not_fp8(config, recipe)
@@ -65,7 +65,8 @@ def memory_notes(config: Config, recipe: Recipe, given: Collection[str]) -> list
     return notes
 
 
-def _is_large(config: Config) -> bool:
+def is_large(config: Config) -> bool:
+    """Whether the size of a model of this project's layers puts options on by default."""
     return config.transformer_impl == "local" and num_non_embedding_parameters(config) >= LARGE
 
 

@@ -182,7 +182,8 @@ def _no_idle_flags(config: Config) -> None:
     """Reject options that would be ignored silently."""
     for name, option in OPTIONS.items():
         value = getattr(config, name)
-        lacking = unmet(config, option.needs) if value != getattr(_DEFAULTS, name) else None
+        idle = value in (getattr(_DEFAULTS, name), option.formerly)  # or off, where size may switch it on
+        lacking = None if idle else unmet(config, option.needs)
         if lacking is not None:
             raise UserError(f"{_shown(name, value)} {_how(config, lacking)}")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.training.config.accumulation_options import resolve_accumulation
 from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs, without_graphs
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import describe_layout, layout_of, resolve_run
@@ -56,7 +57,9 @@ def planned(config: Config, recipe: Recipe, world_size: int, device: Device | No
     )
     config = resolve_run(without_data, gpus, gpus=True)
     automatic = config.cuda_graph_impl == "auto"
-    config, notes = resolve_cuda_graphs(config, recipe, gpus, gpus=True)
+    config, notes = resolve_accumulation(config, recipe, gpus, config.device or "sm90")
+    config, more = resolve_cuda_graphs(config, recipe, gpus, gpus=True)
+    notes = notes + more
     vocabulary = padded_vocab_size(
         tokenizer_of(config).vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
     )

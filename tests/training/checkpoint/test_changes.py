@@ -13,7 +13,7 @@ from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.report import groups
 from megatron_lowprec.training.checkpoint import changes
 from megatron_lowprec.training.checkpoint.resume import Saved, stored_weights
-from megatron_lowprec.training.config.options import NO_EFFECT, Config
+from megatron_lowprec.training.config.options import NO_EFFECT, OPTIONS, Config
 from megatron_lowprec.training.config.phase_options import check_phase_iters, continued_phases, with_steps
 from megatron_lowprec.training.schedule import Schedule, plan
 
@@ -41,7 +41,7 @@ def another(value: Any) -> Any:
 def test_a_changed_option_is_recorded_unless_it_is_on_the_list(name: str) -> None:
     now = replace(DEFAULT, **{name: another(getattr(DEFAULT, name))})
     found = changes.earlier_options(saved(DEFAULT), now, schedule())
-    before = getattr(DEFAULT, name)
+    before = getattr(DEFAULT, name) if OPTIONS[name].formerly is None else OPTIONS[name].formerly
     if name == "no_load_optim":  # of a start, not of the options
         assert found == [{"until_iteration": 3, name: False}]
     elif name in changes.NOT_RECORDED:
@@ -65,6 +65,12 @@ def test_a_changed_option_is_recorded_unless_it_is_on_the_list(name: str) -> Non
 def test_options_that_determine_updates_may_not_change(name: str) -> None:
     assert name in NAMES
     assert name not in changes.NOT_RECORDED
+
+
+def test_a_version_without_an_option_is_one_that_had_it_off() -> None:
+    now = replace(DEFAULT, fp8_accumulate_wgrad=False)
+    assert changes.earlier_options(saved(DEFAULT), now, schedule()) == []
+    assert changes.option_notes(saved(DEFAULT), now) == []
 
 
 def test_the_lists_name_options() -> None:

@@ -23,7 +23,6 @@ from megatron_lowprec.kernels.dispatch import have_triton
 from megatron_lowprec.kernels.fp8_accumulate import cublaslt
 from megatron_lowprec.linear.backends.table import emulated_rows
 from megatron_lowprec.mcore.graphs.layer_graphs import LayerGraphs
-from megatron_lowprec.mcore.layers.flash_attention import use_flash_attention
 from megatron_lowprec.mcore.layers.gpt_model import LowPrecGPTModel
 from megatron_lowprec.mcore.layers.router import LossTokens, weigh_aux_losses
 from megatron_lowprec.mcore.optim.fp8_param_gather import use_primary_weights
@@ -37,6 +36,7 @@ from megatron_lowprec.te.te_config import TEConfig, te_config
 from megatron_lowprec.training.config.options import OPTIONS, Config
 from megatron_lowprec.training.config.resolve import microbatches_of, virtual_stages
 from megatron_lowprec.training.distributed.rank_sync import lines_of_ranks
+from megatron_lowprec.training.flash_attention import use_flash_attention
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.common import rope
 from megatron_lowprec.training.options.recipe_options import RecipeOptions

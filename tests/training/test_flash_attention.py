@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.mcore.layers import flash_attention
-from megatron_lowprec.mcore.layers.flash_attention import use_flash_attention
+from megatron_lowprec.training import flash_attention
+from megatron_lowprec.training.flash_attention import use_flash_attention
 from tests.launch import torchrun
 
 

@@ -225,10 +225,10 @@ def saved_memory(recipe: str, shape: str) -> None:
     assert held[1] < held[0], held
 
 
-def turned_queries_and_keys(recipe: str, kept: bool, **more: Any) -> None:
-    """Behind the fused rope nothing holds linear_qkv's output, unless the norms of queries and keys do.
+def turned_queries_and_keys(recipe: str, in_place: bool, **more: Any) -> None:
+    """Behind the fused rope nothing holds linear_qkv's output.
 
-    The kernel reads queries where linear_qkv left them.
+    The kernel reads queries where linear_qkv left them, if ``in_place``.
     """
     made: list[StorageWeakRef] = []
     held, read = list[bool](), list[bool]()
@@ -249,10 +249,10 @@ def turned_queries_and_keys(recipe: str, kept: bool, **more: Any) -> None:
         return plain(x, *turn)
 
     plain = dispatch.rope
-    with patch.object(dispatch, "rope", rope):
-        run("llama", True, prepare, recipe=recipe, num_query_groups=1, **more)
-    assert held == [kept, kept]
-    assert read == [not kept] * 4
+    with native(), patch.object(dispatch, "rope", rope):
+        run("llama", True, prepare, recipe=recipe, dtype=torch.bfloat16, num_query_groups=1, **more)
+    assert held == [False, False]
+    assert read == [in_place] * 4
 
 
 def vocabulary_gradients(shape: str) -> None:
@@ -616,10 +616,10 @@ CHECKS |= {
     f"vocabulary-gradients-{shape}": lambda shape=shape: vocabulary_gradients(shape) for shape in ("gpt", "llama-tp")
 }
 CHECKS |= {
-    f"turned-{recipe}": lambda recipe=recipe: turned_queries_and_keys(recipe, False)
+    f"turned-{recipe}": lambda recipe=recipe: turned_queries_and_keys(recipe, True)
     for recipe in ("bf16", "fp8_current")
 }
-CHECKS["turned-norms"] = lambda: turned_queries_and_keys("bf16", True, qk_layernorm=True)
+CHECKS["turned-norms"] = lambda: turned_queries_and_keys("bf16", False, qk_layernorm=True)
 CHECKS["observed-gradients"] = lambda: observed_gradients("llama")
 DROPOUT = {"hidden_dropout": 0.1 if DEVICE == "cuda" else 0.5}
 CHECKS["fusions-delayed"] = lambda: fusions("fp8_delayed", taken=3, read=2, **DROPOUT)

@@ -110,8 +110,7 @@ class LowPrecSelfAttention(SelfAttention):
             # heads of a group are apart until here, so that no copy joins them
             query = query if query.dim() == 5 else query.unsqueeze(3)
             query, key = _Rope.apply(query, key.unsqueeze(3), self._angles)
-            if not self._normalizes:  # whose inputs are views of linear_qkv's output, and saved
-                others[0] = others[0].contiguous()  # of values, the last view that would keep that output
+            others[0] = others[0].contiguous()  # of values, the last view that would keep linear_qkv's output
         return query, key, *others
 
     @property

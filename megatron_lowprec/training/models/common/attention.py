@@ -87,11 +87,7 @@ def activations(config: Config, layer: int) -> list[SavedTensor]:
             "input of linear_qkv", stream_entries(config), input_of="self_attention.linear_qkv", behind_norm=True
         ),
         SavedTensor("values", key_value),
-        SavedTensor(
-            "queries and keys in the output of linear_qkv",
-            query + key_value,
-            unfused=by_kernel and not config.qk_layernorm,
-        ),
+        SavedTensor("queries and keys in the output of linear_qkv", query + key_value, unfused=by_kernel),
         output(query),
     ]
     if turned or grouped:

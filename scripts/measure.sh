@@ -41,7 +41,7 @@
 # Environment: DATA is the corpus of configs, large and of the studies from schedule to medium; GPUS is the number of GPUs
 # (default: all), JOBS the jobs of a study that share one (default: 3), SWEEP further flags of scripts/sweep.py in a study,
 # such as "--seeds 1238-1241 --only *mxfp8*" to leave out what has run; WORKERS those of tests (default: one a core), TESTS
-# their files and folders (default: all); CLIENT a checkout of Megatron-LM core_v0.16.1 for clients (default: Megatron-LM)
+# their files and folders, each choice with an OUT of its own (default: all); CLIENT a checkout of Megatron-LM core_v0.16.1 for clients (default: Megatron-LM)
 # and llama; of megatron, CLIENTS its folders or tarballs (default: CLIENT), CORES folders with megatron-core for those of
 # another release than the installed one, TE a folder with TransformerEngine, of llama too.
 # Each part writes OUT/PART.log and its JSON, and OUT/PART.done after success. A part with that file is not repeated,
@@ -270,6 +270,7 @@ logged() {
         return
     fi
     mkdir -p "$(dirname "$log")"
+    [ -e "${log%.log}.done" ] || : >"$log" # of an attempt that was cut
     "$@" 2>&1 | tee -a "$log"
 }
 

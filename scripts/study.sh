@@ -91,8 +91,8 @@ wait_for() {
 
 pack() {
     mkdir -p "$(dirname "$1")"
-    XZ_OPT='-3 -T0' tar cJf "$1.unfinished" -C "$out" --exclude='iter_*' --exclude=tensorboard --exclude=cache --exclude=mps \
-        --exclude=locks --exclude='*.pid' .
+    XZ_OPT='-3 -T0' tar cJf "$1.unfinished" -C "$out" --exclude='iter_*' --exclude=tensorboard --exclude=cache \
+        --exclude=mps --exclude=locks --exclude='*.pid' . || (($? == 1)) || return # 1: a file grew meanwhile
     rm -f "$1".[0-9][0-9] # cat would join parts of an earlier call
     mv "$1.unfinished" "$1"
     if [ -n "$(find "$1" -size +"$limit")" ]; then

@@ -2,8 +2,8 @@
 
     python tools/run_logs.py FOLDER --sequence 8192 --gpus 2 --baseline 16-bf16 --out docs/results/llama3-8b.json
 
-Each FOLDER/NAME.log is a run. Its time is the median over iterations from --first on; one that is captured in CUDA
-graphs or compiled later than that is in it.
+Each FOLDER/NAME.log is a run; one without iterations is named and has no row. Its time is the median over iterations
+from --first on, one that is captured in CUDA graphs or compiled later than that among them.
 """
 
 import argparse
@@ -19,17 +19,17 @@ from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.training.config.paths import output_file
 
 _ITERATION = re.compile(
-    r"iteration +(\d+)/.*?consumed samples: +(\d+).*?per iteration \(ms\): ([\d.]+).*?TFLOP/s/GPU\): ([\d.]+)"
-    r".*?lm loss: (\S+).*?grad norm: ([\d.]+)"
+    r"iteration +(\d+)/.*?consumed samples: +(\d+).*?per iteration \(ms\): (\S+).*?TFLOP/s/GPU\): (\S+)"
+    r".*?lm loss: (\S+).*?grad norm: (\S+)"
 )
 _PEAKS = re.compile(r"memory: ([\d.]+) GiB allocated at most"), re.compile(r"max allocated: ([\d.]+)")  # GiB, MiB
 _PLANNED = re.compile(r"memory: ([\d.]+) GiB planned")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write --out; exit code 2: a folder without the baseline's log, or a log without iterations."""
+    """Write --out; exit code 2: no iterations of the baseline."""
     parser = Parser(prog="run_logs.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, help="with a NAME.log a run, and perhaps NAME/run.json beside it")
+    parser.add_argument("folder", type=Path, help="with a NAME.log a run, and the folder NAME of a run of this driver")
     parser.add_argument("--sequence", type=int, required=True, help="tokens of a sample")
     parser.add_argument("--gpus", type=int, required=True, help="processes of a run")
     parser.add_argument("--baseline", required=True, metavar="NAME", help="the run that times and peaks are divided by")
@@ -40,32 +40,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write(args: argparse.Namespace) -> None:
-    """A row a log, in the form of tools.bench's files, and each run's ``run.json``."""
+    """A row a log, in the form of tools.bench's files, and what this driver wrote beside."""
     logs = sorted(args.folder.glob("*.log"), key=lambda log: log.stem.lower())
-    rows = {log.stem: row_of(log, args) for log in logs}
+    rows = {log.stem: row for log in logs if (row := row_of(log, args)) is not None}
     if args.baseline not in rows:
-        raise UserError(f"--baseline {args.baseline}: {args.folder} has {', '.join(rows) or 'no logs'}")
+        raise UserError(f"--baseline {args.baseline}: {args.folder} has iterations of {', '.join(rows) or 'no run'}")
     base = rows[args.baseline]
     for row in rows.values():
         row["over_bf16"] = row["ms"] / base["ms"]
         row["peak_over_bf16"] = row["peak_gib"] / base["peak_gib"] if row["peak_gib"] and base["peak_gib"] else None
-    runs = {log.stem: json.loads(run.read_text()) for log in logs if (run := log.with_suffix("") / "run.json").exists()}
+    runs = {log.stem: run_of(log.with_suffix("")) for log in logs if (log.with_suffix("") / "run.json").exists()}
     content = {"tables": [{"title": "steps of whole runs", "rows": list(rows.values())}], "runs": runs}
     args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def row_of(log: Path, args: argparse.Namespace) -> dict[str, Any]:
+def row_of(log: Path, args: argparse.Namespace) -> dict[str, Any] | None:
     """A run's median step, ms, with the smallest and largest; rates per GPU; memory in GiB, None where no line has it.
 
-    Raises:
-        UserError: the log has no iteration from --first on.
+    None, and a line about it, for a log without iterations from --first on.
     """
     text = log.read_text(encoding="utf-8", errors="replace")
     names = "iteration", "samples", "ms", "tflops", "loss", "grad_norm"
     iterations = [dict(zip(names, map(float, found), strict=True)) for found in _ITERATION.findall(text)]
     ms = [each["ms"] for each in iterations if each["iteration"] >= args.first]
     if not ms:
-        raise UserError(f"{log}: has {len(iterations)} iterations with a time, none from --first {args.first} on")
+        print(f"{log}: left out, {len(iterations)} iterations and none from --first {args.first} on", file=sys.stderr)
+        return None
     ours, stock = (max(map(float, pattern.findall(text)), default=None) for pattern in _PEAKS)
     planned = _PLANNED.search(text)
     samples = iterations[0]["samples"] / iterations[0]["iteration"]
@@ -79,6 +79,15 @@ def row_of(log: Path, args: argparse.Namespace) -> dict[str, Any]:
         "peak_gib": ours or (stock and stock / 1024),
         "planned_gib": planned and float(planned[1]),
         "iterations": iterations,
+    }
+
+
+def run_of(folder: Path) -> dict[str, Any]:
+    """A run's record, and its metrics in all digits."""
+    metrics = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return {
+        "run": json.loads((folder / "run.json").read_text(encoding="utf-8")),
+        "metrics": [json.loads(line) for line in metrics],
     }
 
 

@@ -35,7 +35,7 @@ from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.te.te_config import TEConfig, te_config
 from megatron_lowprec.training.config.options import OPTIONS, Config
 from megatron_lowprec.training.config.resolve import microbatches_of, virtual_stages
-from megatron_lowprec.training.distributed.rank_sync import lines_of_ranks
+from megatron_lowprec.training.distributed.rank_sync import lines_of_ranks, run_on_all_ranks
 from megatron_lowprec.training.flash_attention import use_flash_attention
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.common import rope
@@ -129,8 +129,8 @@ def build_model(config: Config, recipe: Recipe, padded_vocab_size: int) -> Model
     if te is None:
         runtime = bind(config, recipe, chunks)
         if config.flash_attention_version is not None:
-            channels = transformer.kv_channels
-            use_flash_attention(config.flash_attention_version, transformer.attention_dropout, channels)
+            chosen = config.flash_attention_version, transformer.attention_dropout, transformer.kv_channels
+            run_on_all_ranks(lambda: use_flash_attention(*chosen))
             runtime.notes.append(f"attention: FlashAttention {config.flash_attention_version}")
         return Model(transformer, chunks, runtime)
     if not config.no_gradient_accumulation_fusion:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_lowprec.errors import UserError
@@ -65,7 +66,9 @@ def test_what_does_not_fit_is_named(activated: list[str], monkeypatch: pytest.Mo
         raise error
 
     monkeypatch.setattr(flash_attention, "_attend", fails)
-    words = f"the package flash-attn-4 of a release that it takes; a small attention failed: {type(error).__name__}: "
+    words = (
+        f"the package flash-attn-4 .* for heads of 64 channels; a small attention failed with {type(error).__name__}: "
+    )
     with pytest.raises(UserError, match=words + str(error)):
         use_flash_attention(4, dropout=0.0, channels=64)
     assert activated == ["FA4"]
@@ -79,24 +82,24 @@ def test_a_run_without_a_gpu_ends_in_one_line() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("version", [2, 3, 4])
-def test_on_a_gpu_it_is_attention(version: int) -> None:
-    """As exact as torch's own choice is, beside fp32's plain attention; heads in groups, as rope leaves them."""
-    try:
-        use_flash_attention(version, dropout=0.0, channels=128)
-    except UserError as error:
-        pytest.skip(str(error))
+@pytest.mark.parametrize(("version", "package"), [(2, "torch"), (3, "flash_attn_interface"), (4, "flash_attn.cute")])
+def test_on_a_gpu_it_is_attention(version: int, package: str) -> None:
+    """Within 1% of fp32's; heads in groups, as rope leaves them, and no other kernel."""
+    pytest.importorskip(package)
+    use_flash_attention(version, dropout=0.0, channels=128)
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = (256, 2, 8, 128), (256, 2, 2, 128), (256, 2, 2, 128)
     inputs = [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes]
     dy = torch.randn(2, 8, 256, 128, generator=generator, device="cuda").bfloat16()
 
-    def results(dtype: torch.dtype) -> list[torch.Tensor]:
+    def results(dtype: torch.dtype, backend: SDPBackend) -> list[torch.Tensor]:
         leaves = [each.detach().to(dtype).requires_grad_() for each in inputs]
         q, k, v = (each.permute(1, 2, 0, 3) for each in leaves)
-        y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        with sdpa_kernel(backend):
+            y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         y.backward(dy.to(dtype))
         return [y, *(each.grad for each in leaves)]
 
-    for got, want in zip(results(torch.bfloat16), results(torch.float32), strict=True):
+    wanted = results(torch.float32, SDPBackend.MATH)
+    for got, want in zip(results(torch.bfloat16, SDPBackend.FLASH_ATTENTION), wanted, strict=True):
         assert torch.linalg.vector_norm(got.float() - want) <= 0.01 * torch.linalg.vector_norm(want)

@@ -6,7 +6,7 @@
     quantizers FILE COUNTS SIZE    ``tools.bench quantize`` beside the time that bytes and instructions predict
     experiment FILE TABLE COLUMN ...  a table of tools/numerics.py, by the JSON file's keys; all columns without names
     bench FILE COLUMN ...          rows of tools.bench; COLUMN is KEY for all, KEY=PATTERN for those rows only
-    experts FILE                   ``tools.bench experts``, the faster round of each row
+    experts FILE ...               ``tools.bench experts``, the fastest round of each row
 
 A FILE is beside the page.
 """
@@ -43,13 +43,17 @@ _BENCH: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "host_ms": ("host", lambda row: f"{row['host_ms']:.0f}"),
     "tokens_s": ("tokens/s per GPU", lambda row: f"{row['tokens_s']:,.0f}"),
     "tflops": ("TFLOP/s per GPU", lambda row: f"{row['tflops']:.0f}"),
-    "peak_gib": ("peak GiB", lambda row: f"{row['peak_gib']:.1f}"),
-    "planned_gib": ("planned", lambda row: "" if row["planned_gib"] is None else f"{row['planned_gib']:.1f}"),
-    "peak_over_bf16": ("peak over bf16's", lambda row: f"{row['peak_over_bf16']:.3f}"),
+    "peak_gib": ("peak GiB", lambda row: _if_known(row["peak_gib"], ".1f")),
+    "planned_gib": ("planned", lambda row: _if_known(row["planned_gib"], ".1f")),
+    "peak_over_bf16": ("peak over bf16's", lambda row: _if_known(row["peak_over_bf16"], ".3f")),
     "share": ("share", lambda row: f"{row['share']:.0%}"),
-    "floor_ms": ("floor", lambda row: "" if row.get("floor_ms") is None else f"{row['floor_ms']:.0f}"),
+    "floor_ms": ("floor", lambda row: _if_known(row.get("floor_ms"), ".0f")),
 }
 _NEAR = 0.05  # rounds that are said to differ
+
+
+def _if_known(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def _apart(row: dict[str, Any]) -> str:
@@ -67,10 +71,12 @@ def _bench(page: Path, name: str, *columns: str) -> Iterator[Row]:
     yield from ([_BENCH[key][1](row) for key in shown] for row in rows)
 
 
-def _experts(page: Path, name: str) -> Iterator[Row]:
-    """Milliseconds of each row's faster round: a loaded host slows down rounds that wait for it."""
-    rows = {row["experts"]: row for row in data_of(page, name)["tables"][0]["rows"]}
-    ms = {key: min(row["rounds"]) for key, row in rows.items()}
+def _experts(page: Path, *names: str) -> Iterator[Row]:
+    """Milliseconds of each row's fastest round: a loaded host slows down rounds that wait for it."""
+    rows, ms = dict[str, Any](), dict[str, float]()
+    for row in (row for name in names for row in data_of(page, name)["tables"][0]["rows"]):
+        if min(row["rounds"]) < ms.get(row["experts"], math.inf):
+            rows[row["experts"]], ms[row["experts"]] = row, min(row["rounds"])
     tokens = f"{next(iter(rows.values()))['tokens']} tokens"
     heads = "sequential", "grouped", "until the grouped call returns (host)", "TransformerEngine"
     yield tokens, *heads, "TransformerEngine's time over grouped"

@@ -190,8 +190,7 @@ def _set(function: Any, of: ctypes.c_void_p, attribute: int, value: Any) -> None
 def _check(status: int, problem: Problem) -> None:
     if status:
         raise RuntimeError(
-            f"cuBLASLt refused an FP8 product that adds, of {problem}: status {status}; leave the option out that "
-            "asks for such products"
+            f"cuBLASLt refused an FP8 product that adds, of {problem}: status {status}; give --no-fp8-accumulate-wgrad"
         )
 
 

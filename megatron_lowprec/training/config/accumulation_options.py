@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_lowprec.linear.backends.hopper_fp8.why_not import operands_of
-from megatron_lowprec.linear.backends.table import emulated_rows, native_gemms
+from megatron_lowprec.linear.backends.table import ROWS, emulated_rows, native_gemms
 from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.config.memory_options import is_large
@@ -30,9 +30,11 @@ def resolve_accumulation(
     if config.fp8_accumulate_wgrad is not None:
         return config, []
     possible = unmet(config, OPTIONS["fp8_accumulate_wgrad"].needs) is None
-    possible = possible and _has_products(config, recipe, _arch_here() if arch is None else arch)
+    arch = _arch_here() if arch is None else arch
+    possible = possible and _has_products(config, recipe, arch)
     # tokens of an expert vary, and so would cuBLASLt's plans
     by_default = possible and is_large(config) and not has_experts(config) and _accumulates(config, world_size)
+    by_default = by_default and arch in ROWS["hopper_fp8"].ran_on
     on = by_default if stored is None else stored and possible
     config = replace(config, fp8_accumulate_wgrad=on)
     if on != by_default:

@@ -46,14 +46,15 @@ class Option:
         part: what the option is about; by default its group's.
         least: smallest value; None for no bound.
         most: largest value; None for no bound.
-        needs: what a value other than the default is refused without, separated by blanks: "name|name" of options
-            of which one is set, "name=value|value", or "!name" of one that is not set.
+        needs: what a value other than the default and ``formerly`` is refused without, separated by blanks: "name|name"
+            of options of which one is set, "name=value|value", or "!name" of one that is not set.
         read_with: an option as in ``needs``, without which the value is not read, and not compared.
         required: resolution refuses a run that meets ``needs`` and has no value.
         one_of: the quantity that it sets. Options of a quantity exclude each other; "quantity/way" where several
             options together are one way.
         was: former name, which files and records of runs may have.
-        formerly: another default of older versions, which records without the option may stand for.
+        formerly: another default of older versions, which records without the option may stand for; of an option whose
+            default is None, what such records had.
         path: what it names the files of: "tokenizer" or "data".
         hidden: --help leaves it out.
         inference: a checkpoint that is opened for inference keeps it.

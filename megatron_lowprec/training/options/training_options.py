@@ -100,7 +100,7 @@ class TrainingOptions(Group):
         "default torch chooses, cuDNN's on Hopper",
         least=2,
         most=4,
-        needs="transformer_impl=local attention_backend=auto !reset_attention_mask",
+        needs="bf16 transformer_impl=local attention_backend=auto !reset_attention_mask !multi_latent_attention",
     )
     use_cpu_initialization: bool = arg(
         False,

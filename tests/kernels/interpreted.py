@@ -50,7 +50,8 @@ def _cache_shapes(core: Any, semantic: Any) -> None:
 
     Equal shapes are then one object, so that operands of one shape are known without a comparison.
     """
-    block_type, tensor, broadcast = core.block_type.__init__, core.tensor.__init__, semantic.broadcast_impl_value
+    block_type, tensor, checked = core.block_type.__init__, core.tensor.__init__, semantic.binary_op_type_checking_impl
+    broadcast = semantic.broadcast_impl_value
     of_types, of_tensors = dict[Any, Any](), dict[int, Any]()
 
     def type_init(self: Any, element_ty: Any, shape: Any) -> None:
@@ -73,13 +74,29 @@ def _cache_shapes(core: Any, semantic: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = of_tensors[key]
 
+    def shape_of(value: Any) -> Any:
+        return value.type.shape if value.type.is_block() else None
+
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
-        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        return (lhs, rhs) if shape_of(lhs) is shape_of(rhs) else broadcast(self, lhs, rhs)
+
+    def binary_op_type_checking_impl(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        tensors = isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor)
+        if tensors and lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr() and not div_or_mod:
+            return broadcast_impl_value(self, lhs, rhs)
+        return checked(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     core.block_type.__init__, core.tensor.__init__ = type_init, tensor_init
     semantic.broadcast_impl_value = broadcast_impl_value
+    semantic.binary_op_type_checking_impl = binary_op_type_checking_impl
 
 
 def _generic_reduce(self: Any, inputs: Any) -> list[Any]:

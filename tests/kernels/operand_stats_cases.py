@@ -66,7 +66,7 @@ CASES = (
     Case(70, 96, "e5m2", WHOLE, "fp32", "fp8", special=torch.inf),
     Case(33, 64, "e2m1", (16, 16), "fp32", "values", transform=16),
     Case(20, 64, "e2m1", (1, 16), "fp32", "values", zero_scale=True),
-    Case(300, 4200, "e4m3", WHOLE, "fp32", "fp8"),  # more tiles than programs in this test
+    Case(70, 600, "e4m3", WHOLE, "fp32", "fp8"),  # more tiles than programs in this test
     Case(64, 200, "e4m3", WHOLE, "fp32", "values", dtype=torch.float32, scaled=False),
     Case(64, 96, "e4m3", WHOLE, "fp32", "values", dtype=torch.float32, scaled=False, special=torch.nan),
 )
@@ -126,7 +126,7 @@ def faults(device: str) -> Iterator[str]:
     from megatron_lowprec.kernels.operand_stats import triton
 
     if device == "cpu":
-        triton._PROGRAMS = 64  # the interpreter takes a second for a hundred
+        triton._PROGRAMS = 16  # the interpreter takes a second for a hundred
     for case in CASES:
         given = arguments(case, device)
         got, want = triton.operand_stats(**given), reference.operand_stats(**given)  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_configure() -> None:
+    gc.disable()  # until tests are collected: a fifth of the time
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, and all that it would start
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,6 +45,7 @@ def pytest_collection_finish() -> None:
     # modules and collected tests stay until the end: later collections skip half a million objects
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,11 @@
 """Kernels compile for a GPU that is not there."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.kernels.compiling import printed_by
 
 
 @pytest.mark.slow
@@ -36,18 +35,3 @@ def test_instructions_are_counted(tmp_path: Path) -> None:
         # log2(64) additions, signs, two scales and two additions of the rounding, at least
         assert row["fp32"] >= 6 + 1 + 2 + 2
         assert row["integer"] + row["multiply"] + row["fp32"] + row["memory"] <= row["total"]
-
-
-def printed_by(cache: Path, *module: str) -> str:
-    """Output of a Python module that compiles kernels."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", *module],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**environment, "TRITON_CACHE_DIR": str(cache)},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout

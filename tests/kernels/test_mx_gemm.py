@@ -1,6 +1,8 @@
 """Block-scaled GEMMs: the layout of their operands, a model that reads bytes, and what the kernel compiles to."""
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from megatron_lowprec.kernels.mx_gemm import native
 from megatron_lowprec.kernels.mx_gemm.operand import MxOperand, aligned_codes, from_tiles, of_experts, to_tiles
 from megatron_lowprec.kernels.mx_gemm.reference import mx_gemm, mx_grouped_gemm, values
+from tests.kernels.compiling import printed_by
 from tests.kernels.mx_gemm_cases import KINDS, operand
 from tests.weekly import also_weekly
 
@@ -231,29 +234,25 @@ def faults_of(ptx: str, arch: int, fmt: str, block: int) -> list[str]:
     return wrong if found else ["no product"]
 
 
-def compiled_ptx(arch: int, a_format: str, b_format: str, block: int, **constants: Any) -> str:
-    """PTX of the kernel as ``mx_gemm`` launches it, for a GPU that is not here."""
-    triton = pytest.importorskip("triton", reason="triton is not installed")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from megatron_lowprec.kernels.mx_gemm.triton import OPTIONS, _mx_gemm_kernel, constants_of
-
-    fixed = {**constants_of(a_format, b_format, block, tensor_scales=3 * (block == 16), adds=False), **constants}
-    names = list(_mx_gemm_kernel.arg_names)
-    types = dict.fromkeys(names, "i32") | {"alpha": "fp32"} | dict.fromkeys(fixed, "constexpr")
-    types |= {name: "*u8" for name in names if name.endswith("_ptr")}
-    types |= {"a_tensor_scale_ptr": "*fp32", "b_tensor_scale_ptr": "*fp32", "out_ptr": "*bf16"}
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name] in ("*u8", "*bf16", "i32")
-    }
-    source = ASTSource(_mx_gemm_kernel, types, constexprs=fixed, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=OPTIONS)
-    assert "cubin" in compiled.asm  # ptxas took it
-    return str(compiled.asm["ptx"])
+def compiled(cache: Path, *cases: tuple[Any, ...]) -> list[str]:
+    """PTX of each case: compute capability, both formats, block and the kernel's constants."""
+    found: list[str] = json.loads(printed_by(cache, "tests.kernels.mx_gemm_ptx", *map(json.dumps, cases)))
+    return found
 
 
 _TARGETS = [(str(arch), a, b, str(block)) for arch in (100, 103, 120) for a, b, block in KINDS]
+
+
+@pytest.fixture(scope="module")
+def ptx(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of the cases of ``test_block_scaled_instructions`` that are to run, by their names."""
+    chosen = {
+        item.callspec.id: tuple(item.callspec.params.values())
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == "test_block_scaled_instructions"
+    }
+    cases = [(int(arch), a, b, int(block), {}) for arch, a, b, block in chosen.values()]
+    return dict(zip(chosen, compiled(tmp_path_factory.mktemp("cache"), *cases), strict=True))
 
 
 @pytest.mark.slow
@@ -263,9 +262,8 @@ _TARGETS = [(str(arch), a, b, str(block)) for arch in (100, 103, 120) for a, b, 
         _TARGETS, ("100-e5m2-e4m3-32", "100-e2m1-e2m1-16", "103-e2m1-e2m1-32", "120-e4m3-e5m2-32", "120-e2m1-e2m1-16")
     ),
 )
-def test_block_scaled_instructions(arch: str, a_format: str, b_format: str, block: str) -> None:
-    ptx = compiled_ptx(int(arch), a_format, b_format, int(block))
-    assert faults_of(ptx, int(arch), a_format, int(block)) == []
+def test_block_scaled_instructions(ptx: dict[str, str], arch: str, a_format: str, b_format: str, block: str) -> None:
+    assert faults_of(ptx[f"{arch}-{a_format}-{b_format}-{block}"], int(arch), a_format, int(block)) == []
 
 
 def test_a_silent_bf16_product_is_a_fault() -> None:
@@ -285,8 +283,9 @@ def test_a_silent_bf16_product_is_a_fault() -> None:
 
 @pytest.mark.slow
 @pytest.mark.weekly
-def test_a_tile_of_64_rows_is_refused() -> None:
+def test_a_tile_of_64_rows_is_refused(tmp_path: Path) -> None:
     """Triton 3.7 compiles MXFP4 of this tile to bf16 products without a word, and NVFP4 not at all."""
     if not pytest.importorskip("triton").__version__.startswith(("3.6.", "3.7.")):
         pytest.skip("later Tritons may compile other instructions")
-    assert faults_of(compiled_ptx(100, "e2m1", "e2m1", 32, BM=64, BN=64), 100, "e2m1", 32)
+    (of_tile,) = compiled(tmp_path, (100, "e2m1", "e2m1", 32, {"BM": 64, "BN": 64}))
+    assert faults_of(of_tile, 100, "e2m1", 32)

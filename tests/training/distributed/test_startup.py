@@ -35,11 +35,13 @@ def test_threads_of_a_process(
     assert os.environ["OMP_NUM_THREADS"] == str(threads)
 
 
-def test_threads_without_work_sleep_unless_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_without_work_sleep_soon_unless_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(monkeypatch, 1)
-    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert os.environ["GOMP_SPINCOUNT"] == "10000"
+    prepare(monkeypatch, 1, GOMP_SPINCOUNT="5")
+    assert os.environ["GOMP_SPINCOUNT"] == "5"
     prepare(monkeypatch, 1, OMP_WAIT_POLICY="ACTIVE")
-    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert "GOMP_SPINCOUNT" not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_nccl_opens_communicators_at_first_use(monkeypatch: pytest.MonkeyPatch) 
 def prepare(monkeypatch: pytest.MonkeyPatch, processes: int, **chosen: str | None) -> None:
     """``prepare_environment`` of rank 0 under the variables that are not None, all put back after the test."""
     for name in (
-        *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "TORCHELASTIC_RUN_ID"),
+        *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TORCHELASTIC_RUN_ID"),
         *("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_MAX_NCHANNELS"),
     ):
         monkeypatch.setenv(name, "")  # so that it is put back

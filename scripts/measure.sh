@@ -312,12 +312,13 @@ llama() {
 
 # stock_llama NAME: five steps of the same model in the checkout CLIENT; TE is a folder with TransformerEngine.
 stock_llama() {
-    local name="llama/16/TransformerEngine $1" PYTHONPATH=${TE:+$TE:}$PWD/tools/bench/apex:${PYTHONPATH:-} CUDA_DEVICE_MAX_CONNECTIONS=1
+    local name="llama/16/TransformerEngine $1" CUDA_DEVICE_MAX_CONNECTIONS=1
+    local PYTHONPATH=${TE:+$TE:}$PWD/tools/bench/apex:${PYTHONPATH:-}
     export PYTHONPATH CUDA_DEVICE_MAX_CONNECTIONS
     # shellcheck disable=SC2086 # several words
     logged "$out/$name.log" once "$name" torchrun --standalone --nproc-per-node "$gpus" "$CLIENT/pretrain_gpt.py" \
-        ${of_stock[$1]} --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention \
-        --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope \
+        ${of_stock[$1]} --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 \
+        --group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope \
         --rotary-base 500000 --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights \
         --disable-bias-linear --hidden-dropout 0.0 --attention-dropout 0.0 --micro-batch-size 1 \
         --global-batch-size $((16 * gpus)) --train-iters 5 --lr 3e-4 --bf16 --mock-data \
@@ -409,8 +410,8 @@ clients() {
     # shellcheck disable=SC2086
     megatron_lm $custom.fp8_blockwise || failed=1
     (export NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 && megatron_lm --fp8-format e4m3 --fp8-recipe blockwise) || failed=1
-    megatron_lm --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-amax-compute-algo max ||
-        failed=1
+    # shellcheck disable=SC2086
+    megatron_lm ${of_stock[delayed]} || failed=1
     return $failed
 }
 

@@ -1,6 +1,6 @@
 """Steps and memory of training runs, from the logs of this driver and of Megatron-LM, as JSON for a results page:
 
-    python tools/run_logs.py FOLDER --sequence 8192 --gpus 2 --baseline 16-bf16 --out docs/results/llama3-8b.json
+    python tools/run_logs.py FOLDER --sequence 8192 --gpus 2 --baseline bf16 --out docs/results/llama3-8b.json
 
 Each FOLDER/NAME.log is a run; one without iterations is named and has no row. Its time is the median over iterations
 from --first on, one that is captured in CUDA graphs or compiled later than that among them.

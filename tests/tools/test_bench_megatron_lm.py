@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megatron_lowprec.errors import UserError
-from tools.bench import megatron_lm, megatron_lm_worker, shapes
+from tools.bench import megatron_lm, shapes
 from tools.bench.__main__ import build_parser, main
+from tools.bench.apex.fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32
 from tools.bench.report import Report
 
 WINDOW = (
@@ -151,5 +152,5 @@ def test_weight_gradients_without_apex_are_added(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch, "addmm", addmm)
     main_grad = torch.zeros(3, 2)
-    megatron_lm_worker._add_weight_gradient(torch.ones(5, 2), torch.ones(5, 3), main_grad)
+    wgrad_gemm_accum_fp32(torch.ones(5, 2), torch.ones(5, 3), main_grad)
     assert added == {"out_dtype": torch.float32, "out": main_grad, "shape": (3, 2)}

@@ -1,13 +1,11 @@
-"""Stands in for Apex's module of this name, by TransformerEngine's product that adds to its output.
+"""Stands in for Apex's module of this name where its folder is on the path.
 
-Megatron-LM asks for it to add an output layer's weight gradient within the product. Its folder on
-PYTHONPATH stands for an installed Apex.
+With TransformerEngine, Megatron-LM adds weight gradients in GEMMs; its output layer asks Apex for that.
 """
 
 import torch
-from transformer_engine.pytorch.cpp_extensions import general_gemm
 
 
-def wgrad_gemm_accum_fp32(inputs: torch.Tensor, grads: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """Add ``grads.T @ inputs`` to ``main_grad``: bf16 [tokens, in] and [tokens, out] to fp32 [out, in]."""
-    general_gemm(inputs, grads, layout="NT", out=main_grad, out_dtype=main_grad.dtype, accumulate=True, grad=True)
+def wgrad_gemm_accum_fp32(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """Add dy^T x, bf16 of [tokens, out] and [tokens, in], to fp32 [out, in]."""
+    torch.addmm(main_grad, dy.t(), x, out_dtype=torch.float32, out=main_grad)

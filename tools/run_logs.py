@@ -18,10 +18,16 @@ from typing import Any
 from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.training.config.paths import output_file
 
-_ITERATION = re.compile(
-    r"iteration +(\d+)/.*?consumed samples: +(\d+).*?per iteration \(ms\): (\S+).*?TFLOP/s/GPU\): (\S+)"
-    r".*?lm loss: (\S+).*?grad norm: (\S+)"
-)
+MS = "elapsed time per iteration (ms)"
+_NUMBER = re.compile(r"iteration +(\d+)/")
+_NAMES = {
+    "iteration": "iteration",
+    "samples": "consumed samples",
+    "ms": MS,
+    "tflops": "throughput per GPU (TFLOP/s/GPU)",
+    "loss": "lm loss",
+    "grad_norm": "grad norm",
+}
 _PEAKS = re.compile(r"memory: ([\d.]+) GiB allocated at most"), re.compile(r"max allocated: ([\d.]+)")  # GiB, MiB
 _PLANNED = re.compile(r"memory: ([\d.]+) GiB planned")
 
@@ -60,8 +66,8 @@ def row_of(log: Path, args: argparse.Namespace) -> dict[str, Any] | None:
     None, and a line about it, for a log without iterations from --first on.
     """
     text = log.read_text(encoding="utf-8", errors="replace")
-    names = "iteration", "samples", "ms", "tflops", "loss", "grad_norm"
-    iterations = [dict(zip(names, map(float, found), strict=True)) for found in _ITERATION.findall(text)]
+    lines = [line for line in iteration_lines(text) if line.keys() >= set(_NAMES.values())]
+    iterations = [{key: float(line[name]) for key, name in _NAMES.items()} for line in lines]
     ms = [each["ms"] for each in iterations if each["iteration"] >= args.first]
     if not ms:
         print(f"{log}: left out, {len(iterations)} iterations and none from --first {args.first} on", file=sys.stderr)
@@ -80,6 +86,21 @@ def row_of(log: Path, args: argparse.Namespace) -> dict[str, Any] | None:
         "planned_gib": planned and float(planned[1]),
         "iterations": iterations,
     }
+
+
+def iteration_lines(text: str) -> list[dict[str, str]]:
+    """Lines of iterations in a log of this driver or of Megatron-LM, which have one form.
+
+    Each has its values by their names in the log, "iteration", and the whole "line".
+    """
+    found = []
+    for line in text.splitlines():
+        number = _NUMBER.search(line)
+        if number is not None and f"{MS}:" in line:
+            parts = (part.partition(": ") for part in line.split("|"))
+            values = {name.strip(): value.strip() for name, colon, value in parts if colon}
+            found.append({**values, "iteration": number[1], "line": line})
+    return found
 
 
 def run_of(folder: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from tools.bench.measure import Bench, Timing, combined
 from tools.bench.report import Report
 from tools.bench.shapes import ModelShape
 from tools.bench.step import LOSS, PEAK, RATE, median_ms, models_with_config
+from tools.run_logs import MS, iteration_lines
 
 WINDOW = 5  # iterations of a mean in the log
 _LOCAL = (
@@ -301,18 +302,16 @@ def read_log(text: str, warm_up: int, timed: int) -> dict[str, Any]:
         warm_up: windows before the timed ones.
         timed: windows.
     """
-    windows = [
-        line
-        for line in text.splitlines()
-        if "elapsed time per iteration (ms):" in line
-        and int(line.split("iteration", 1)[1].split("/")[0]) % WINDOW == 0  # 0.19 logs the first one as well
-    ]
-    ms = [float(value) for line in windows for value in re.findall(r"per iteration \(ms\): ([0-9.]+)", line)]
-    losses = [float(value) for line in windows for value in re.findall(r"lm loss: (\S+)", line)]
-    spoiled = [line for line in windows if re.search(r"number of (?:skipped|nan) iterations: +[1-9]", line)]
+    # 0.19 logs the first one as well
+    windows = [line for line in iteration_lines(text) if int(line["iteration"]) % WINDOW == 0]
+    ms = [float(line[MS]) for line in windows]
+    losses = [float(line["lm loss"]) for line in windows if "lm loss" in line]
+    counts = [f"number of {what} iterations" for what in ("skipped", "nan")]
+    spoiled = [line["line"] for line in windows if any(int(line.get(count, 0)) for count in counts)]
     found = {"windows": ms, "losses": losses}
     if len(ms) != warm_up + timed:
-        return found | {"failed": f"the log has {len(ms)} windows of {warm_up + timed}", "last_lines": windows[-3:]}
+        last = [line["line"] for line in windows[-3:]]
+        return found | {"failed": f"the log has {len(ms)} windows of {warm_up + timed}", "last_lines": last}
     if spoiled or len(losses) != len(ms) or not all(map(isfinite, losses)):
         return found | {"failed": "a loss is not finite, or an update was skipped", "last_lines": spoiled[-3:]}
     kept = ms[warm_up:]

@@ -189,22 +189,27 @@ memory() {
 plain="--no-fp8-param-gather --no-save-memory" # without the savings that are on by default
 
 peaks() {
-    local model count recipe batch failed=0
+    local model count recipe batch name failed=0
     local -A models=(
         [1.3b]="1 --config configs/models/gpt_1.3b.yaml --micro-batch-size 8"
         [6.7b]="2 --config configs/models/gpt_6.7b.yaml --micro-batch-size 1 --tensor-model-parallel-size 2"
     )
-    local -A samples=([1.3b]=8 [6.7b]=1) # of a microbatch
+    local -A samples=([1.3b]=8 [6.7b]=1) sequence=([1.3b]=2048 [6.7b]=4096) # samples of a microbatch, tokens of one
     for count in 16 1; do
         for recipe in bf16 fp8_current mxfp8 fp8_blockwise fp8_delayed fp8_rowwise mxfp4_rht_sr \
             "fp8_current $plain" "mxfp8 $plain"; do
             for model in 6.7b 1.3b; do
                 ((${models[$model]%% *} <= gpus)) || continue
-                batch=$((samples[$model] * count))
+                batch=$((samples[$model] * count)) name=peaks/$model-$count/${recipe/ $plain/-plain}
                 # shellcheck disable=SC2086 # several words each
-                mock "peaks/$model-$count-${recipe/ $plain/-plain}" ${models[$model]} --recipe $recipe \
-                    --global-batch-size "$batch" --train-iters 5 || failed=1
+                logged "$out/$name.log" mock "$name" ${models[$model]} --recipe $recipe --global-batch-size "$batch" \
+                    --train-iters 5 || failed=1
             done
+        done
+        for model in 6.7b 1.3b; do
+            ((${models[$model]%% *} <= gpus)) || continue
+            run python tools/run_logs.py "$out/peaks/$model-$count" --sequence "${sequence[$model]}" \
+                --gpus "${models[$model]%% *}" --baseline bf16 --out "$out/peaks-$model-$count.json" || failed=1
         done
     done
     return $failed
@@ -289,10 +294,10 @@ declare -A of_stock=(
 
 llama() {
     local recipe flags failed=0
-    for flags in "16 fp8_current" "16 bf16" "stock tensorwise" "stock bf16" "16 fp8_delayed" "stock delayed" \
-        "16 fp8_current --flash-attention-version 4" "1 bf16" "1 fp8_current" "1 mxfp8" "16 mxfp8" \
-        "16 fp8_current --no-fp8-accumulate-wgrad" "16 fp8_current --output-layer-chunk-size 1024" \
-        "16 fp8_current $plain"; do
+    for flags in "16 fp8_current" "stock tensorwise" "16 fp8_current --flash-attention-version 4" "16 bf16" "stock bf16" \
+        "16 fp8_delayed" "stock delayed" "1 bf16" "1 fp8_current" "1 mxfp8" "1 fp8_lm_o2" "16 mxfp8" \
+        "16 bf16 --flash-attention-version 4" "16 fp8_current --no-fp8-accumulate-wgrad" \
+        "16 fp8_current --output-layer-chunk-size 1024" "16 fp8_current $plain"; do
         if [ "${flags% *}" = stock ]; then
             [ -z "${CLIENT:-}" ] || stock_llama "${flags#* }" || failed=1
         else

@@ -10,11 +10,14 @@ import torch.distributed as dist
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import multi_tensor_cast_, partial_amax, partial_cast_
+from megatron_lowprec.kernels.gemm.native import SCALE_ALIGNMENT
 from megatron_lowprec.kernels.partial_cast.reference import Shard
 from megatron_lowprec.linear.lowprec_linear import LowPrecLayer
 from megatron_lowprec.linear.sharding.weight_shard import WeightShard
 from megatron_lowprec.quantization.primary_weight import Fp8Weight, weight_encode_scale
 from megatron_lowprec.recipe.schema import QuantSpec
+
+_SCALES_APART = SCALE_ALIGNMENT // 4
 
 
 class PrimaryShard(WeightShard):
@@ -81,14 +84,17 @@ class PrimaryShard(WeightShard):
 
 
 def set_scales(shards: Iterable[PrimaryShard]) -> None:
-    """Scales of many weights, in few launches, after ``set_amaxes``."""
+    """Scales of many weights, in few launches, after ``set_amaxes``; each weight's begin where cuBLAS takes them."""
     by_spec: dict[QuantSpec, list[PrimaryShard]] = {}
     for shard in shards:
         by_spec.setdefault(shard.spec, []).append(shard)
     for spec, members in by_spec.items():
         amaxes = [shard.scaled_amax for shard in members]
-        encode = weight_encode_scale(torch.cat([amax.view(-1) for amax in amaxes]), spec)
-        sizes = [amax.numel() for amax in amaxes]
-        scales = zip(encode.split(sizes), (torch.ones_like(encode) / encode).split(sizes), strict=True)
+        ones = amaxes[0].new_ones(_SCALES_APART)
+        sizes = [(amax.numel(), -amax.numel() % _SCALES_APART) for amax in amaxes]
+        padded = [part for amax, (_, gap) in zip(amaxes, sizes, strict=True) for part in (amax.view(-1), ones[:gap])]
+        encode = weight_encode_scale(torch.cat(padded), spec)
+        parts = [size for pair in sizes for size in pair]
+        scales = zip(encode.split(parts)[::2], (torch.ones_like(encode) / encode).split(parts)[::2], strict=True)
         for shard, amax, (to_codes, from_codes) in zip(members, amaxes, scales, strict=True):
             shard.encode_scale, shard.decode_scale = to_codes.view_as(amax), from_codes.view_as(amax)

@@ -66,6 +66,12 @@ def within(value: float, decimals: int) -> object:
     return pytest.approx(value, abs=0.5 * 10**-decimals + 1e-9)
 
 
+def marker(kind: str, archives: str) -> str:
+    """Of a table of these archives."""
+    return " ".join([kind, *(f"{name}.safetensors.xz" for name in archives.split())])
+
+
+RIVALS = "fp4-rivals/25m fp4-rivals/25m-others"
 QUALITY = {
     "recipes-25m/runs": ["mxfp4"],
     "fp8-lm/levels": [],
@@ -76,15 +82,15 @@ QUALITY = {
     "mxfp8-operands/25m": [],
     "mxfp8-operands/25m-one-machine": [],
     "mxfp8-operands/tiny": [],
-    "fp4-rivals/25m": ["quartet2_nvidia"],
+    RIVALS: ["quartet2_nvidia"],
 }
-"""Archive -> recipes whose noise stands out, which the page compares by their pairs."""
+"""Archives -> recipes whose noise stands out, which the page compares by their pairs."""
 
 
 @pytest.mark.parametrize("name", QUALITY)
 def test_gaps_means_and_spreads(name: str) -> None:
-    groups = ends(Archive(name))
-    rows = table(f"{name.partition('/')[0]}.md", f"quality {name}.safetensors.xz")
+    groups = ends(Archive(*name.split()))
+    rows = table(f"{name.partition('/')[0]}.md", marker("quality", name))
     checked = 0
     for row in rows:
         variant = row.get("group", "").partition(", ")[2]
@@ -102,17 +108,17 @@ def test_gaps_means_and_spreads(name: str) -> None:
     assert checked == len({(variant, recipe) for (_, variant), found in groups.items() for recipe, _ in found})
 
 
-@pytest.mark.parametrize("name", ["mxfp8-operands/3m-layers", "mxfp8-operands/25m-one-machine", "fp4-rivals/25m"])
+@pytest.mark.parametrize("name", ["mxfp8-operands/3m-layers", "mxfp8-operands/25m-one-machine", RIVALS])
 def test_losses_by_text(name: str) -> None:
     found: dict[str, list[dict[str, Any]]] = {}
-    for path, text in Archive(name).texts.items():
+    for path, text in Archive(*name.split()).texts.items():
         run, _, file = path.rpartition("/")
         if file == "evaluation.json":
             match = _RUN.fullmatch(run.rpartition("/")[2])
             assert match is not None, run
             own = (each for each in json.loads(text)["evaluations"] if each["recipe"] == each["trained_under"])
             found.setdefault(match["recipe"], []).append(list(own)[-1])
-    rows = table(f"{name.partition('/')[0]}.md", f"quality {name}.safetensors.xz")
+    rows = table(f"{name.partition('/')[0]}.md", marker("quality", name))
     assert {row["recipe"] for row in rows} == found.keys()
     for row in rows:
         scores = found[row["recipe"]]
@@ -124,12 +130,9 @@ def test_losses_by_text(name: str) -> None:
         assert shown(row["WikiText, bits a byte"]) == within(mean(bits), 4)
 
 
-RIVALS = Archive("fp4-rivals/25m")
-
-
 def test_rivals_by_seed() -> None:
-    curves = {run.rpartition("/")[2]: found for run, found in RIVALS.metrics(LOSS).items()}
-    rows = table("fp4-rivals.md", "validations fp4-rivals/25m.safetensors.xz")
+    curves = {run.rpartition("/")[2]: found for run, found in Archive(*RIVALS.split()).metrics(LOSS).items()}
+    rows = table("fp4-rivals.md", marker("validations", RIVALS))
     assert len(rows) == len(curves) - 2
     for row in rows:
         (at, ours), (_, bf16) = (curves[f"gpt_25m-{recipe}-s{row['seed']}"] for recipe in (row["recipe"], "bf16"))
@@ -139,7 +142,7 @@ def test_rivals_by_seed() -> None:
 
 def test_rivals_by_text() -> None:
     scores: dict[tuple[str, ...], float] = {}  # bits a byte; and nats a token
-    for path, text in RIVALS.texts.items():
+    for path, text in Archive(*RIVALS.split()).texts.items():
         if path.endswith("/evaluation.json"):
             for each in json.loads(text)["evaluations"]:
                 texts = {file.rpartition("/")[2].partition(".")[0]: found for file, found in each["data"].items()}
@@ -147,7 +150,7 @@ def test_rivals_by_text() -> None:
                     key = name, each["trained_under"], each["recipe"], path.partition("/evaluation")[0][-4:]
                     scores[*key, "nats"] = found["loss"]
                     scores[*key, "bits"] = found["loss"] * found["tokens"] / found["bytes"] / math.log(2)
-    rows = table("fp4-rivals.md", "texts fp4-rivals/25m.safetensors.xz")
+    rows = table("fp4-rivals.md", marker("texts", RIVALS))
     assert 2 * 2 * len(rows) == len(scores)
     for row in rows:
         key = row["text"], row["trained under"], row["scored under"]
@@ -164,7 +167,7 @@ def test_rivals_by_text() -> None:
 
 
 def test_gradient_norms_of_rivals() -> None:
-    norms = {run.rpartition("/")[2]: found for run, found in RIVALS.metrics(NORM).items()}
+    norms = {run.rpartition("/")[2]: found for run, found in Archive(*RIVALS.split()).metrics(NORM).items()}
     first, second = (norms[f"gpt_25m-quartet2_nvidia-s{seed}"] for seed in (1234, 1235))
     medians = [[median(over(each, at + 1, at + 200)) for at in range(0, 2200, 200)] for each in (first, second)]
     apart = max(abs(theirs / ours - 1) for ours, theirs in zip(*medians, strict=True))

@@ -36,6 +36,7 @@ _BENCH: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "variant": ("", lambda row: str(row["variant"]).partition(",")[0]),
     "mode": ("", lambda row: str(row["variant"]).partition(", ")[2] or "eager"),
     "kind": ("", lambda row: str(row["kind"])),
+    "recipe": ("recipe", lambda row: str(row["recipe"])),
     "ms": ("ms", lambda row: f"{row['ms']:.1f}{_apart(row)}"),
     "range": ("range", lambda row: f"{row['low']:.1f} to {row['high']:.1f}"),
     "over_bf16": ("over bf16", lambda row: f"{row['over_bf16']:.3f}"),

@@ -2,14 +2,14 @@
 
     published FILE GROUP ...       gaps to bf16 of a published ladder's groups, by size and budget
     rounding FILE GROUP            gaps to bf16 of a published ladder's group with nearest and with stochastic rounding
-    quality FILE                   the main table of tools/report.py on an archive of runs, of all groups
+    quality FILE ...               the main table of tools/report.py on archives of runs, of all groups
     claims FILE ... N ...          what archives' runs measure of claims, and the verdicts: of these groups, or of all
     ladder FILE ...                the table of gaps by model and budget of archives' runs
     outputs FILE                   its table of the errors of GEMM outputs
     norms FILE ... N               the table of the gradient norms of the N-th group of archives' runs
-    last_fifth FILE                training loss and gradient norm beside bf16's, in the last fifth of each run
-    validations FILE               each run's validation losses less those of bf16's run of the same seed
-    texts FILE                     losses of an archive's checkpoints by text, less those of bf16's checkpoints
+    last_fifth FILE ...            training loss and gradient norm beside bf16's, in the last fifth of each run
+    validations FILE ...           each run's validation losses less those of bf16's run of the same seed
+    texts FILE ...                 losses of archives' checkpoints by text, less those of bf16's checkpoints
     growth FILE ITERATION ...      gradient norm and training loss of an archive's runs, over 200 iterations to each
     weights FILE TENSOR ITERATION ...  rms of a tensor in each layer, of runs whose sizes tools/weight_norms.py has read
     scores FILE                    losses of checkpoints under several recipes, by text
@@ -73,9 +73,9 @@ def _range(values: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys(signed(end, 4) for end in (min(values), max(values)))) if values else DASH
 
 
-def _quality(page: Path, name: str) -> Iterator[Row]:
-    """Without tokens/s: the studies' runs share GPUs."""
-    report = _report(page.parent / name)
+def _quality(page: Path, *names: str) -> Iterator[Row]:
+    """Without tokens/s, since the studies' runs share GPUs, and without recipes of which no run has ended."""
+    report = _report(*(page.parent / name for name in names))
     confidence = report.claims.rules.confidence
     if len(report.groups) > 1:
         found = all_groups(report.groups, report.fits, confidence)
@@ -84,7 +84,8 @@ def _quality(page: Path, name: str) -> Iterator[Row]:
         found = quality(group, report.fits[group.name], confidence)
     head, *rows = _rows(found)
     kept = [at for at, column in enumerate(head) if not column.startswith("throughput")]
-    yield from ([row[at] for at in kept] for row in (head, *rows))
+    seeds = head.index("seeds, finished")
+    yield from ([row[at] for at in kept] for row in (head, *rows) if not row[seeds].startswith("0 of "))
 
 
 def _ladder(page: Path, *names: str) -> Iterator[Row]:
@@ -118,9 +119,9 @@ def _norms(page: Path, *words: str) -> Iterator[Row]:
     return _rows(table)
 
 
-def _last_fifth(page: Path, name: str) -> Iterator[Row]:
-    (group,) = _report(page.parent / name).groups
-    assert not group.repeated(), f"{name}: a seed is repeated"
+def _last_fifth(page: Path, *names: str) -> Iterator[Row]:
+    (group,) = _report(*(page.parent / name for name in names)).groups
+    assert not group.repeated(), f"{' '.join(names)}: a seed is repeated"
     losses = group.training_losses(0.8, 1.0)
     norms = {(run.label, run.block): run.norms_by_fifth[-1] for run in group.runs}
     seeds = [run.block for run in group.of(group.reference)]
@@ -135,8 +136,8 @@ def _last_fifth(page: Path, name: str) -> Iterator[Row]:
         )
 
 
-def _validations(page: Path, name: str) -> Iterator[Row]:
-    (group,) = _report(page.parent / name).groups
+def _validations(page: Path, *names: str) -> Iterator[Row]:
+    (group,) = _report(*(page.parent / name for name in names)).groups
     curves = {(run.label, run.block): run.curve.validation for run in group.runs if run.curve}
     iterations = curves[group.labels[0], group.runs[0].block][0]
     yield "recipe", "seed", *(f"less bf16's, nats, iteration {at:,}" for at in iterations)
@@ -146,8 +147,8 @@ def _validations(page: Path, name: str) -> Iterator[Row]:
             yield label, str(run.seed), *(signed(each, 4) for each in differences)
 
 
-def _texts(page: Path, name: str) -> Iterator[Row]:
-    texts = read(page.parent / name).texts
+def _texts(page: Path, *names: str) -> Iterator[Row]:
+    texts = {path: text for name in names for path, text in read(page.parent / name).texts.items()}
     scores: dict[tuple[str, str, str], dict[int, tuple[float, float]]] = {}  # nats a token and bits a byte, by seed
     for path in (path for path in texts if Path(path).name == EVALUATION):
         seed = yaml.safe_load(texts[f"{Path(path).parent}/config.yaml"])["options"]["seed"]

@@ -83,6 +83,7 @@ QUALITY = {
     "mxfp8-operands/25m-one-machine": [],
     "mxfp8-operands/tiny": [],
     RIVALS: ["quartet2_nvidia"],
+    "muon/25m": [],
 }
 """Archives -> recipes whose noise stands out, which the page compares by their pairs."""
 
@@ -99,7 +100,8 @@ def test_gaps_means_and_spreads(name: str) -> None:
         own = [loss for (each, _), loss in losses.items() if each == recipe]
         assert row["seeds, finished"].startswith(f"{len(own)} of ")
         assert shown(row["validation loss, nats"]) == within(mean(own), 4)
-        assert shown(row["seeds' sd, nats"]) == within(stdev(own), 4)
+        if len(own) > 1:
+            assert shown(row["seeds' sd, nats"]) == within(stdev(own), 4)
         checked += 1
         if recipe != "bf16":
             gap = gaps(losses, QUALITY[name])[recipe]

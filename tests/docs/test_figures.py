@@ -51,6 +51,10 @@ def operands(text: str, column: str, recipe: str, **more: object) -> Figure:
     return Figure(text, "mxfp8-operands.md", "3M parameters, four epochs", column, ((recipe,),), **more)  # type: ignore[arg-type]
 
 
+def rivals(text: str, recipe: str) -> Figure:
+    return Figure(text, "fp4-rivals.md", "NVFP4 and its rivals", NATS, ((recipe,),))
+
+
 def experts(text: str, recipe: str, column: str) -> Figure:
     return Figure(text, "experts.md", "Experts on H200", column, ((recipe, "32768 tokens"),))
 
@@ -107,6 +111,8 @@ FIGURES = {
         operands("place only: **{}** for the input", NATS, "forward_input"),
         operands("{} for the backward pass (", NATS, "backward"),
         operands("for the backward pass (±{})", OF_NATS, "backward", combine=half_width),
+        rivals("`nvfp4` ends {} nats above bf16, **0", "nvfp4"),
+        rivals("bf16, **{}** with a forward", "nvfp4_bf16_tail"),
         Figure("| **{}** comparisons of codes", *LAYOUTS, (("operands: codes and scales, bit for bit",),)),
         Figure(
             "losses agree in all {} of 340",
@@ -241,7 +247,7 @@ def test_each_reason_has_one_bold_figure_and_links_its_page() -> None:
         line for line in README.read_text(encoding="utf-8").splitlines() if "](docs/results/" in line and "**" in line
     ]
     rows = [row for row in rows if row.startswith("| ")]
-    assert len(rows) == 9
+    assert len(rows) == 10
     linked = {row: re.findall(r"\]\(docs/results/([^)#]+)", row) for row in rows}
     for figure in FIGURES[README]:
         (row,) = (row for row in rows if figure.text.replace("{}", quoted(README, figure)) in row)

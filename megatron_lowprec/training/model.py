@@ -125,12 +125,13 @@ def build_model(config: Config, recipe: Recipe, padded_vocab_size: int) -> Model
     if te is not None and te.kind is not None:
         check_support(te.kind)
     transformer = transformer_config(config, te)
+    if config.flash_attention_version is not None:  # before minutes of a large model's construction
+        chosen = config.flash_attention_version, transformer.attention_dropout, transformer.kv_channels
+        run_on_all_ranks(lambda: use_flash_attention(*chosen))
     chunks = _gpt_chunks(config, transformer, padded_vocab_size)
     if te is None:
         runtime = bind(config, recipe, chunks)
         if config.flash_attention_version is not None:
-            chosen = config.flash_attention_version, transformer.attention_dropout, transformer.kv_channels
-            run_on_all_ranks(lambda: use_flash_attention(*chosen))
             runtime.notes.append(f"attention: FlashAttention {config.flash_attention_version}")
         return Model(transformer, chunks, runtime)
     if not config.no_gradient_accumulation_fusion:

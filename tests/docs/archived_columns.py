@@ -22,9 +22,8 @@ class Archive:
 
     def __init__(self, *names: str) -> None:
         self.texts: dict[str, str] = {}
-        self._tables: list[
-            tuple[dict[str, Any], int, dict[str, Any]]
-        ] = []  # arrays of the archive, number, description
+        self._tables: list[tuple[dict[str, Any], int, dict[str, Any]]] = []
+        """Arrays of its archive, number and description of a table."""
         for name in names:
             arrays = load(lzma.decompress((RESULTS / f"{name}.safetensors.xz").read_bytes()))
             header = json.loads(arrays["header"].tobytes())
@@ -42,10 +41,8 @@ class Archive:
         for arrays, number, table in self._tables:
             if table["file"] != "metrics.jsonl" or key not in table["columns"]:
                 continue
-            iterations, values = (
-                arrays[f"{number}/iteration"],
-                _floats(arrays[f"{number}/{key}"], table["columns"][key]),
-            )
+            iterations = arrays[f"{number}/iteration"]
+            values = _floats(arrays[f"{number}/{key}"], table["columns"][key])
             ends = np.cumsum(list(table["rows"].values()))
             for run, end, rows in zip(table["rows"], ends, table["rows"].values(), strict=True):
                 assert run not in found, f"{run} has {key} in two tables"

@@ -14,6 +14,9 @@ from torch.optim.adamw import adamw
 
 from megatron_lowprec.errors import UserError
 
+_AT_ONCE = 2**24
+"""Entries of matrices from which one call of torch's Muon makes the changes: each costs a tenth of a millisecond."""
+
 
 class Matrix:
     """A matrix of a model, whole on this rank.
@@ -107,6 +110,7 @@ class Muon(torch.optim.Optimizer):
             # one count for all, in the group as TransformerEngine's optimizers have it, and in the state as torch's
             group["step"] = group.get("step", 0) + 1
             self._update_others(group)
+        waiting = dict[float, list[tuple[Matrix, torch.Tensor]]]()  # by rate: updates whose change is still to be made
         for matrix in self._matrices:
             weight, update = matrix.weight, None
             if weight is not None:
@@ -121,8 +125,14 @@ class Muon(torch.optim.Optimizer):
                 continue
             group = groups[weight]
             rate = float(group["lr"]) * self._lr_ratio
-            change = matrix.part(self._change(whole, matrix.split, rate))
-            weight.mul_(1 - rate * group["weight_decay"]).add_(change)
+            weight.mul_(1 - rate * group["weight_decay"])
+            several = waiting.setdefault(rate, [])
+            several.append((matrix, whole))
+            if sum(each.numel() for _, each in several) >= _AT_ONCE:
+                self._change(several, rate)
+        for rate, several in waiting.items():
+            if several:
+                self._change(several, rate)
 
     def _update_others(self, group: dict[str, Any]) -> None:
         weights = [p for p in group["params"] if p.grad is not None and p not in self.matrices]
@@ -154,22 +164,36 @@ class Muon(torch.optim.Optimizer):
         state["step"].fill_(step - 1)
         return [state[name] for name in names]
 
-    def _change(self, whole: torch.Tensor, split: tuple[int, ...], lr: float) -> torch.Tensor:
-        """What torch's Muon adds to a matrix for an update, without weight decay."""
-        kinds = [whole]
-        if split:
-            kinds = [kind.flatten(0, 1) for kind in whole.unflatten(0, (-1, sum(split))).split(split, dim=1)]
-        steps = []
-        for kind in kinds:
-            steps.append(nn.Parameter(torch.zeros_like(kind, dtype=torch.float32)))
-            steps[-1].grad = kind.float()
+    def _change(self, waiting: list[tuple[Matrix, torch.Tensor]], lr: float) -> None:
+        """Add what torch's Muon makes of whole updates, without weight decay, to their matrices; empties the list."""
+        kinds = [_kinds(whole, matrix.split) for matrix, whole in waiting]
+        steps = [nn.Parameter(torch.zeros_like(kind, dtype=torch.float32)) for each in kinds for kind in each]
+        for step, kind in zip(steps, (kind for each in kinds for kind in each), strict=True):
+            step.grad = kind.float()
         (group,) = self._torch.param_groups
         group["params"], group["lr"] = steps, lr
         self._torch.state.clear()
         self._torch.step()
         group["params"] = []
         self._torch.state.clear()
-        if not split:
-            return steps[0].data
-        apart = [step.data.unflatten(0, (-1, rows)) for step, rows in zip(steps, split, strict=True)]
-        return torch.cat(apart, dim=1).flatten(0, 1)
+        made = iter(steps)
+        for (matrix, _), each in zip(waiting, kinds, strict=True):
+            change = _joined([next(made).data for _ in each], matrix.split)
+            assert matrix.weight is not None
+            matrix.weight.add_(matrix.part(change))
+        waiting.clear()
+
+
+def _kinds(whole: torch.Tensor, split: tuple[int, ...]) -> list[torch.Tensor]:
+    """The matrices of one: all rows of a kind."""
+    if not split:
+        return [whole]
+    return [kind.flatten(0, 1) for kind in whole.unflatten(0, (-1, sum(split))).split(split, dim=1)]
+
+
+def _joined(kinds: list[torch.Tensor], split: tuple[int, ...]) -> torch.Tensor:
+    """The inverse of ``_kinds``."""
+    if not split:
+        return kinds[0]
+    groups = [kind.unflatten(0, (-1, rows)) for kind, rows in zip(kinds, split, strict=True)]
+    return torch.cat(groups, dim=1).flatten(0, 1)

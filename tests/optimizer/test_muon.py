@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron_lowprec import convert
+from megatron_lowprec.optimizer import muon
 from megatron_lowprec.optimizer.muon import Matrix, Muon, matrices_of_linears
 
 LR, DECAY = 0.02, 0.1
@@ -41,6 +42,19 @@ def test_matrices_move_as_torch_s_muon_moves_them(adjust: str) -> None:
     steps(ours, torch.optim.Muon(theirs, LR, **options))
     for got, want in zip(mine, theirs, strict=True):
         torch.testing.assert_close(got, want, rtol=2**-22, atol=2**-24)
+
+
+@pytest.mark.parametrize("at_once", [1, 500])
+def test_matrices_at_once_move_as_one_by_one(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """All three in one call of torch's Muon, each in its own, or two and one."""
+    together, apart = (
+        [nn.Parameter(torch.randn(24, 16, generator=torch.Generator().manual_seed(seed))) for seed in range(3)]
+        for _ in range(2)
+    )
+    steps(Muon(together, [Matrix(weight, (2, 1)) for weight in together]))
+    monkeypatch.setattr(muon, "_AT_ONCE", at_once)
+    steps(Muon(apart, [Matrix(weight, (2, 1)) for weight in apart]))
+    assert all(torch.equal(got, want) for got, want in zip(apart, together, strict=True))
 
 
 def test_other_weights_move_as_adamw_moves_them() -> None:

@@ -55,8 +55,9 @@ class TrainingOptions(Group):
     )
     fp8_accumulate_wgrad: bool | None = arg(
         None,
-        "let cuBLASLt add FP8 weight gradients of one scale a tensor to main_grad, which torch adds in a second pass and "
-        "rounds once more; by default on from 1e9 parameters on in dense models with several microbatches a step (ours)",
+        "let cuBLASLt add FP8 weight gradients of one scale a tensor to main_grad, which torch adds in a second pass, "
+        "rounding once more; by default on from 1e9 parameters on in dense models with several microbatches a step "
+        "(ours)",
         Part.UPDATE,
         needs="transformer_impl=local !no_gradient_accumulation_fusion !grad_reduce_in_bf16",
         formerly=False,

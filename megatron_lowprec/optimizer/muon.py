@@ -6,7 +6,7 @@ torch's own Muon orthogonalizes. It takes whole matrices; a ``Matrix`` says how 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,6 +37,15 @@ class Matrix:
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part, in the shape of ``weight``."""
         return whole
+
+
+class _Update(NamedTuple):
+    """Of a matrix that is in ``weight``, whole, before it is orthogonalized."""
+
+    matrix: Matrix
+    weight: torch.Tensor
+    whole: torch.Tensor
+    rate: float
 
 
 def matrices_of_linears(model: nn.Module, others: Collection[nn.Parameter] = ()) -> list[Matrix]:
@@ -110,7 +119,7 @@ class Muon(torch.optim.Optimizer):
             # one count for all, in the group as TransformerEngine's optimizers have it, and in the state as torch's
             group["step"] = group.get("step", 0) + 1
             self._update_others(group)
-        waiting = dict[float, list[tuple[Matrix, torch.Tensor]]]()  # by rate: updates whose change is still to be made
+        updates, entries = list[_Update](), 0
         for matrix in self._matrices:
             weight, update = matrix.weight, None
             if weight is not None:
@@ -126,13 +135,12 @@ class Muon(torch.optim.Optimizer):
             group = groups[weight]
             rate = float(group["lr"]) * self._lr_ratio
             weight.mul_(1 - rate * group["weight_decay"])
-            several = waiting.setdefault(rate, [])
-            several.append((matrix, whole))
-            if sum(each.numel() for _, each in several) >= _AT_ONCE:
-                self._change(several, rate)
-        for rate, several in waiting.items():
-            if several:
-                self._change(several, rate)
+            updates.append(_Update(matrix, weight, whole, rate))
+            entries += whole.numel()
+            if entries >= _AT_ONCE:
+                self._change(updates)
+                updates, entries = [], 0
+        self._change(updates)
 
     def _update_others(self, group: dict[str, Any]) -> None:
         weights = [p for p in group["params"] if p.grad is not None and p not in self.matrices]
@@ -164,24 +172,26 @@ class Muon(torch.optim.Optimizer):
         state["step"].fill_(step - 1)
         return [state[name] for name in names]
 
-    def _change(self, waiting: list[tuple[Matrix, torch.Tensor]], lr: float) -> None:
-        """Add what torch's Muon makes of whole updates, without weight decay, to their matrices; empties the list."""
-        kinds = [_kinds(whole, matrix.split) for matrix, whole in waiting]
-        steps = [nn.Parameter(torch.zeros_like(kind, dtype=torch.float32)) for each in kinds for kind in each]
-        for step, kind in zip(steps, (kind for each in kinds for kind in each), strict=True):
-            step.grad = kind.float()
-        (group,) = self._torch.param_groups
-        group["params"], group["lr"] = steps, lr
-        self._torch.state.clear()
+    def _change(self, updates: Sequence[_Update]) -> None:
+        """Add what torch's Muon makes of whole updates, without weight decay, to their matrices."""
+        options, by_rate = self._torch.param_groups[0], dict[float, list[nn.Parameter]]()
+        made = [[_at_zero(kind) for kind in _kinds(update.whole, update.matrix.split)] for update in updates]
+        for update, steps in zip(updates, made, strict=True):
+            by_rate.setdefault(update.rate, []).extend(steps)
+        self._torch.param_groups = [options | {"params": steps, "lr": rate} for rate, steps in by_rate.items()]
         self._torch.step()
-        group["params"] = []
+        self._torch.param_groups = [options | {"params": []}]
         self._torch.state.clear()
-        made = iter(steps)
-        for (matrix, _), each in zip(waiting, kinds, strict=True):
-            change = _joined([next(made).data for _ in each], matrix.split)
-            assert matrix.weight is not None
-            matrix.weight.add_(matrix.part(change))
-        waiting.clear()
+        for update, steps in zip(updates, made, strict=True):
+            change = _joined([step.data for step in steps], update.matrix.split)
+            update.weight.add_(update.matrix.part(change))
+
+
+def _at_zero(update: torch.Tensor) -> nn.Parameter:
+    """What becomes the change: fp32 zeros with this gradient."""
+    step = nn.Parameter(torch.zeros_like(update, dtype=torch.float32))
+    step.grad = update.float()
+    return step
 
 
 def _kinds(whole: torch.Tensor, split: tuple[int, ...]) -> list[torch.Tensor]:

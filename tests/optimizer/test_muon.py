@@ -57,6 +57,18 @@ def test_matrices_at_once_move_as_one_by_one(monkeypatch: pytest.MonkeyPatch, at
     assert all(torch.equal(got, want) for got, want in zip(apart, together, strict=True))
 
 
+def test_each_group_has_its_rate_in_a_shared_call() -> None:
+    together, apart = weights()[:2], weights()[:2]
+    groups = [{"params": [weight], "lr": rate} for weight, rate in zip(together, (LR, LR / 8), strict=True)]
+    ours = [Muon(groups, [Matrix(weight) for weight in together])]
+    ours += [Muon([weight], [Matrix(weight)], rate) for weight, rate in zip(apart, (LR, LR / 8), strict=True)]
+    for seed, weight in enumerate([*together, *apart]):
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed % 2))
+    for optimizer in ours:
+        optimizer.step()
+    assert all(torch.equal(got, want) for got, want in zip(together, apart, strict=True))
+
+
 def test_other_weights_move_as_adamw_moves_them() -> None:
     mine, theirs = weights(), weights()
     steps(Muon(mine, [Matrix(mine[0])], LR, DECAY), torch.optim.AdamW(theirs, LR, weight_decay=DECAY, fused=True))

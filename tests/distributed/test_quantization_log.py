@@ -27,7 +27,8 @@ COMMON: dict[str, Any] = {
 # From one checkpoint: stages draw other weights than one process does.
 START: dict[str, Any] = COMMON | {"exit_interval": 1}
 RECIPES = ("mxfp8", "fp8_current", "fp8_rowwise")
-EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_aux_loss_coeff": 1e-2, "disable_bias_linear": True}
+# without a loss that balances experts, which a rank takes of its own tokens alone
+EXPERTS: dict[str, Any] = {"num_experts": 4, "disable_bias_linear": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_model_parallel_size": 2},
     "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -125,8 +126,7 @@ def test_experts_of_all_ranks_are_logged(folder: Path) -> None:
         if place[0] in experts:
             assert got[place]["entries"] == row["entries"], place  # each token goes to its experts once
             if place[1] != "wgrad":
-                # of few tokens: other sums of a CPU's libraries move a number over a boundary, 0.028 seen
-                assert got[place]["snr"] == pytest.approx(row["snr"], abs=0.06), place
+                assert got[place]["snr"] == pytest.approx(row["snr"], abs=0.02), place
 
 
 @pytest.mark.slow

@@ -18,13 +18,13 @@ Series = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
 
 
 class Archive:
-    """Texts and columns of archives below docs/results, as of one."""
+    """Texts and columns of archives below docs/results, as of one; names have spaces between them."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, names: str) -> None:
         self.texts: dict[str, str] = {}
         self._tables: list[tuple[dict[str, Any], int, dict[str, Any]]] = []
         """Arrays of its archive, number and description of a table."""
-        for name in names:
+        for name in names.split():
             arrays = load(lzma.decompress((RESULTS / f"{name}.safetensors.xz").read_bytes()))
             header = json.loads(arrays["header"].tobytes())
             self.texts |= header["texts"]

@@ -66,9 +66,10 @@ def within(value: float, decimals: int) -> object:
     return pytest.approx(value, abs=0.5 * 10**-decimals + 1e-9)
 
 
-def marker(kind: str, archives: str) -> str:
-    """Of a table of these archives."""
-    return " ".join([kind, *(f"{name}.safetensors.xz" for name in archives.split())])
+def of_archives(kind: str, archives: str) -> list[dict[str, str]]:
+    """``table`` of these archives, on the page of their folder."""
+    names = [f"{name}.safetensors.xz" for name in archives.split()]
+    return table(f"{archives.partition('/')[0]}.md", " ".join([kind, *names]))
 
 
 RIVALS = "fp4-rivals/25m fp4-rivals/25m-others"
@@ -90,8 +91,8 @@ QUALITY = {
 
 @pytest.mark.parametrize("name", QUALITY)
 def test_gaps_means_and_spreads(name: str) -> None:
-    groups = ends(Archive(*name.split()))
-    rows = table(f"{name.partition('/')[0]}.md", marker("quality", name))
+    groups = ends(Archive(name))
+    rows = of_archives("quality", name)
     checked = 0
     for row in rows:
         variant = row.get("group", "").partition(", ")[2]
@@ -113,14 +114,14 @@ def test_gaps_means_and_spreads(name: str) -> None:
 @pytest.mark.parametrize("name", ["mxfp8-operands/3m-layers", "mxfp8-operands/25m-one-machine", RIVALS])
 def test_losses_by_text(name: str) -> None:
     found: dict[str, list[dict[str, Any]]] = {}
-    for path, text in Archive(*name.split()).texts.items():
+    for path, text in Archive(name).texts.items():
         run, _, file = path.rpartition("/")
         if file == "evaluation.json":
             match = _RUN.fullmatch(run.rpartition("/")[2])
             assert match is not None, run
             own = (each for each in json.loads(text)["evaluations"] if each["recipe"] == each["trained_under"])
             found.setdefault(match["recipe"], []).append(list(own)[-1])
-    rows = table(f"{name.partition('/')[0]}.md", marker("quality", name))
+    rows = of_archives("quality", name)
     assert {row["recipe"] for row in rows} == found.keys()
     for row in rows:
         scores = found[row["recipe"]]
@@ -133,8 +134,8 @@ def test_losses_by_text(name: str) -> None:
 
 
 def test_rivals_by_seed() -> None:
-    curves = {run.rpartition("/")[2]: found for run, found in Archive(*RIVALS.split()).metrics(LOSS).items()}
-    rows = table("fp4-rivals.md", marker("validations", RIVALS))
+    curves = {run.rpartition("/")[2]: found for run, found in Archive(RIVALS).metrics(LOSS).items()}
+    rows = of_archives("validations", RIVALS)
     assert len(rows) == len(curves) - 2
     for row in rows:
         (at, ours), (_, bf16) = (curves[f"gpt_25m-{recipe}-s{row['seed']}"] for recipe in (row["recipe"], "bf16"))
@@ -144,7 +145,7 @@ def test_rivals_by_seed() -> None:
 
 def test_rivals_by_text() -> None:
     scores: dict[tuple[str, ...], float] = {}  # bits a byte; and nats a token
-    for path, text in Archive(*RIVALS.split()).texts.items():
+    for path, text in Archive(RIVALS).texts.items():
         if path.endswith("/evaluation.json"):
             for each in json.loads(text)["evaluations"]:
                 texts = {file.rpartition("/")[2].partition(".")[0]: found for file, found in each["data"].items()}
@@ -152,7 +153,7 @@ def test_rivals_by_text() -> None:
                     key = name, each["trained_under"], each["recipe"], path.partition("/evaluation")[0][-4:]
                     scores[*key, "nats"] = found["loss"]
                     scores[*key, "bits"] = found["loss"] * found["tokens"] / found["bytes"] / math.log(2)
-    rows = table("fp4-rivals.md", marker("texts", RIVALS))
+    rows = of_archives("texts", RIVALS)
     assert 2 * 2 * len(rows) == len(scores)
     for row in rows:
         key = row["text"], row["trained under"], row["scored under"]
@@ -169,7 +170,7 @@ def test_rivals_by_text() -> None:
 
 
 def test_gradient_norms_of_rivals() -> None:
-    norms = {run.rpartition("/")[2]: found for run, found in Archive(*RIVALS.split()).metrics(NORM).items()}
+    norms = {run.rpartition("/")[2]: found for run, found in Archive(RIVALS).metrics(NORM).items()}
     first, second = (norms[f"gpt_25m-quartet2_nvidia-s{seed}"] for seed in (1234, 1235))
     medians = [[median(over(each, at + 1, at + 200)) for at in range(0, 2200, 200)] for each in (first, second)]
     apart = max(abs(theirs / ours - 1) for ours, theirs in zip(*medians, strict=True))

@@ -102,6 +102,17 @@ def codes_on_the_wire(recipe: str, dtype: torch.dtype | None) -> None:
         assert of_codes == [both * BYTES[recipe]] * 8
 
 
+def codes_on_the_wire_while_the_device_lags(recipe: str) -> None:
+    """The same bits where FSDP2's stream, which quantizes, runs ahead of the passes: each keeps what it reads."""
+    losses = []
+    for codes in (False, True):
+        model = sharded_mlp(recipe, codes, torch.bfloat16)
+        for module in model.modules() if DEVICE == "cuda" else ():
+            module.register_forward_pre_hook(lambda *_: torch.cuda._sleep(20_000_000))
+        losses.append(train(model, batches(4)))
+    assert losses[0] == losses[1]
+
+
 def squares_share_directions_but_for_sums() -> None:
     """Codes of square blocks are sent once, unless a choice sums errors, whose order is that of the direction."""
     for recipe, sent in (("nvfp4_all", ("fprop",)), ("nvfp4_four_over_six", ("fprop", "dgrad"))):
@@ -269,6 +280,9 @@ for recipe in BYTES:
     check_in(CHECKS, codes_on_the_wire, recipe, torch.bfloat16)
 for recipe in TWO_DIRECTIONS:
     check_in(CHECKS, codes_on_the_wire, recipe, None)
+LAGGING = ("fp8_blockwise", "mxfp8", "nvfp4_all", "quartet2")
+for recipe in LAGGING:
+    check_in(CHECKS, codes_on_the_wire_while_the_device_lags, recipe)
 for recipe in ("fp8_rowwise", "fp8_rowwise_gw_hp"):
     check_in(CHECKS, native_casts_send_the_same_bytes, recipe)
 for recipe in ("fp8_delayed", "mxfp8"):

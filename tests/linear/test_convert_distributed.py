@@ -27,6 +27,8 @@ WEEKLY = {
     ),
     *(f"sharded_state_round_trip-fp8_current-{broadcast}" for broadcast in (False, True)),
     *(f"sharded_state_round_trip-{recipe}-False" for recipe in ("fp8_delayed", "fp8_mxfp4_rht_sr")),
+    # a CPU has one stream
+    *(f"codes_on_the_wire_while_the_device_lags-{recipe}" for recipe in fp8_gather_checks.LAGGING),
     *matrix_checks.WEEKLY,
     *tensor_parallel_checks.WEEKLY,
 }
@@ -59,7 +61,7 @@ def test_the_worker_has_all_checks() -> None:
     others = [name for name in convert_worker.CHECKS if name not in imported]
     assert len(others) == 2 * (5 + 2) + 1 + 6 + 6 + 3 + 5
     # bytes of 8 recipes and of 2 in fp32, 2 native casts, 2 checkpoints, 7 by themselves
-    assert len(gathers) == 8 + 2 + 2 + 2 + 7
+    assert len(gathers) == 8 + 2 + 4 + 2 + 2 + 7
     # each recipe's operands for both splits; 7 models, 4 by themselves
     assert len(parallel) == 2 * (len(NAMES) - 1) + 7 + 4
     # 4 kinds, 3 ways of recomputation, 8 cells each and 2 compiled ones; a refusal

@@ -121,6 +121,11 @@ class CodedShard(WeightShard):
 
     def receive(self, gathered: torch.Tensor, backward: bool, out: Any) -> Any:
         """As ``WeightShard``; codes are unpacked for each GEMM, since FSDP2 frees only what it gathered."""
+        for scale in self._tensor_scales.values():
+            if (
+                scale is not None and scale.is_cuda
+            ):  # of FSDP2's stream, which must not write there before this one reads
+                scale.record_stream(torch.cuda.current_stream(scale.device))
         self._gathered, self._sent = gathered, self.directions[backward]
         self.gemms = SIDES["weight"] if self._shared else self._sent
         return GatheredWeight(self, self.shape, self.dtype, gathered.device) if out is None else out

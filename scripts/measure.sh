@@ -195,22 +195,23 @@ peaks() {
         [6.7b]="2 --config configs/models/gpt_6.7b.yaml --micro-batch-size 1 --tensor-model-parallel-size 2"
     )
     local -A samples=([1.3b]=8 [6.7b]=1) sequence=([1.3b]=2048 [6.7b]=4096) # samples of a microbatch, tokens of one
-    for count in 16 1; do
-        for recipe in bf16 fp8_current mxfp8 fp8_blockwise fp8_delayed fp8_rowwise mxfp4_rht_sr \
-            "fp8_current $plain" "mxfp8 $plain"; do
-            for model in 6.7b 1.3b; do
-                ((${models[$model]%% *} <= gpus)) || continue
+    for recipe in bf16 fp8_current mxfp8 fp8_blockwise fp8_delayed fp8_rowwise mxfp4_rht_sr \
+        "fp8_current $plain" "mxfp8 $plain"; do
+        for model in 6.7b 1.3b; do
+            ((${models[$model]%% *} <= gpus)) || continue
+            for count in 16 1; do
                 batch=$((samples[$model] * count)) name=peaks/$model-$count/${recipe/ $plain/-plain}
                 # shellcheck disable=SC2086 # several words each
                 logged "$out/$name.log" mock "$name" ${models[$model]} --recipe $recipe --global-batch-size "$batch" \
                     --train-iters 5 || failed=1
             done
         done
-        for model in 6.7b 1.3b; do
-            ((${models[$model]%% *} <= gpus)) || continue
-            run python tools/run_logs.py "$out/peaks/$model-$count" --sequence "${sequence[$model]}" \
-                --gpus "${models[$model]%% *}" --baseline bf16 --out "$out/peaks-$model-$count.json" || failed=1
-        done
+    done
+    for name in "$out"/peaks/*; do
+        [ -d "$name" ] || continue # of a dry run
+        model=$(basename "$name") model=${model%-*}
+        run python tools/run_logs.py "$name" --sequence "${sequence[$model]}" --gpus "${models[$model]%% *}" \
+            --baseline bf16 --out "$out/peaks-$(basename "$name").json" || failed=1
     done
     return $failed
 }

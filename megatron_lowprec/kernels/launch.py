@@ -1,10 +1,12 @@
 """Repeated launches of a Triton kernel without binding its signature, which costs the host more than the launch."""
 
 from collections.abc import Callable, Hashable, Mapping
-from functools import lru_cache
+from contextvars import copy_context
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
+import triton
 
 EMPTY: dict[str, Callable[..., torch.Tensor]] = {
     kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")
@@ -89,6 +91,23 @@ class Specialized:
             stream = torch._C._cuda_getCurrentRawStream(device.index)
             run(across, down, 1, stream, function, metadata, None, None, None, *arguments, *self._values)
             return
-        compiled = self._kernel[(across, down, 1)](*arguments, **self._constants, **self._options)
+        compiled = _with_scratch(self._kernel[(across, down, 1)], *arguments, **self._constants, **self._options)
         if hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
-            self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata)
+            run = compiled.run if not compiled.metadata.global_scratch_size else partial(_with_scratch, compiled.run)
+            self._compiled[key] = (run, compiled.function, compiled.packed_metadata)
+
+
+def _with_scratch(run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """``run`` with torch's memory for the tensor descriptors of a kernel, which another's allocator does not see."""
+
+    def in_own_context() -> Any:
+        triton.set_allocator(_scratch)
+        return run(*arguments, **options)
+
+    return copy_context().run(in_own_context)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Bytes on the current device; torch's begin at multiples of 512."""
+    assert 512 % alignment == 0
+    return torch.empty(size, dtype=torch.uint8, device="cuda")

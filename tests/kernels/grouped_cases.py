@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -289,6 +290,18 @@ def fp8_differences(device: str, size: int = 1) -> list[str]:
     return found
 
 
+def fp8_tiling_differences(device: str) -> list[str]:
+    """The same by every tiling."""
+    from megatron_lowprec.kernels.grouped_fp8_gemm import triton
+
+    found = []
+    for tilings in zip(triton.PROMOTED, triton.FAST, strict=True):
+        chosen = [SimpleNamespace(choose=lambda *_, tiling=tiling: tiling) for tiling in tilings]
+        with patch.object(triton, "_tuned", lambda _, fast, chosen=chosen: chosen[fast]):
+            found += fp8_differences(device)
+    return found
+
+
 def cast_differences(device: str) -> list[str]:
     """Codes, scales and amaxes of matrices with a scale each."""
     from megatron_lowprec.kernels.grouped_cast_fp8 import triton
@@ -314,7 +327,7 @@ def cast_differences(device: str) -> list[str]:
             assert cast.rowwise_data is not None
             assert cast.columnwise_data is not None
             both = cast.rowwise_data.view(torch.uint8), cast.columnwise_data.view(torch.uint8)
-            results.append((*both, cast.scale, torch.cat(raised or observed)))
+            results.append((*both, cast.rowwise_scale, torch.cat(raised or observed)))
         for name, want, got in zip(("rows", "columns", "scale", "observed"), *results, strict=True):
             found += difference(f"{name} of {fmt}", got == want, got, want)
     rule = Fp8Rule(FORMATS["e4m3"], "row", "amax_pow2", 1e-12)
@@ -326,29 +339,61 @@ def cast_differences(device: str) -> list[str]:
     ]
     codes = [cast.columnwise_data.view(torch.uint8) for cast in casts if cast.columnwise_data is not None]
     found += difference("columns with a scale each", codes[0] == codes[1], codes[1], codes[0])
-    found += difference("their scales", casts[0].scale == casts[1].scale, casts[1].scale, casts[0].scale)
+    want, got = (cast.columnwise_scale for cast in casts)
+    found += difference("their scales", want == got, got, want)
     for granularity in ("tensor", "row"):  # of the current amax, another rank's is twice as large
         rule, ways = Fp8Rule(FORMATS["e4m3"], granularity), {"rowwise": False, "columnwise": True}
         want, got = (
             module.cast_fp8_groups(given, rule, reduce_amax=lambda own: 2 * own, **ways)
             for module, given in ((cast_reference, sources), (triton, whole))
         )
-        for name, one, other in zip(("codes", "scale"), want[1:], got[1:], strict=True):
+        for name, one, other in zip(("codes", "scale"), want[2:4], got[2:4], strict=True):
             found += difference(f"current {name} of a {granularity}", one == other, other, one)
     own, newest = torch.rand(2, len(sources), device=device)
     casts, raised = [], [newest.clone(), newest.clone()]
     for module, observes in zip((cast_reference, triton), raised, strict=True):
         rule = Fp8Rule(FORMATS["e4m3"], "tensor")
         casts.append(module.cast_fp8_groups(sources, rule, amax=own, observed=observes, rowwise=True, columnwise=False))
-    found += difference("scales of one tensor's amaxes", casts[0].scale == casts[1].scale, casts[1].scale, own)
-    return found + difference("observed in one tensor", raised[0] == raised[1], raised[1], raised[0])
+    want, got = (cast.rowwise_scale for cast in casts)
+    found += difference("scales of one tensor's amaxes", want == got, got, want)
+    found += difference("observed in one tensor", raised[0] == raised[1], raised[1], raised[0])
+    return found + block_cast_differences(device)
+
+
+def block_cast_differences(device: str) -> list[str]:
+    """Codes and scales of blocks, by every tiling; some columns more than a multiple of a scale's four."""
+    from megatron_lowprec.kernels.grouped_cast_fp8 import triton
+
+    generator, found = torch.Generator().manual_seed(0), []
+    sources = [
+        torch.randn(rows, 640, generator=generator).bfloat16().to(device) * 2.0**power
+        for rows, power in ((5, 3), (0, 0), (130, -9), (128, 0))
+    ]
+    sources[3][:, 128:256] = 0
+    whole = Matrices(torch.cat(sources), [len(source) for source in sources])
+    for granularity, rowwise, columnwise in product(("1x128", "128x128"), (False, True), (False, True)):
+        rule, ways = Fp8Rule(FORMATS["e4m3"], granularity), {"rowwise": rowwise, "columnwise": columnwise}
+        for tiling in triton.tilings_of(granularity, rowwise, columnwise) if rowwise or columnwise else ():
+            with patch.object(triton.Tuned, "choose", lambda *_, tiling=tiling, **__: tiling):
+                want, got = (
+                    module.cast_fp8_groups(given, rule, **ways)
+                    for module, given in ((cast_reference, sources), (triton, whole))
+                )
+            for name in want._fields[:4]:
+                one, other = getattr(want, name), getattr(got, name)
+                assert (one is None) == (other is None)
+                if one is not None:
+                    if name.endswith("data"):
+                        one, other = one.view(torch.uint8), other.view(torch.uint8)
+                    found += difference(f"{name} of {granularity}, {tiling}", one == other, other, one)
+    return found
 
 
 def differences(device: str) -> tuple[int, list[str]]:
     """Number of cases, and what differs."""
     found = [line for case in CASES for line in operand_differences(case, device)]
     found += product_differences(device) + tiling_differences(device)
-    return len(CASES) + 4, found + fp8_differences(device) + cast_differences(device)
+    return len(CASES) + 5, found + fp8_tiling_differences(device) + cast_differences(device)
 
 
 if __name__ == "__main__":

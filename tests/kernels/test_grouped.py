@@ -12,6 +12,7 @@ from tests.kernels.grouped_cases import (
     Case,
     cast_differences,
     fp8_differences,
+    fp8_tiling_differences,
     operand_differences,
     product_differences,
     tiling_differences,
@@ -78,6 +79,11 @@ def test_compiled_products_of_every_tiling_equal_the_reference() -> None:
 @pytest.mark.parametrize("size", [1, 8])
 def test_compiled_fp8_products_equal_the_reference(size: int) -> None:
     assert fp8_differences("cuda", size) == []
+
+
+@pytest.mark.gpu
+def test_compiled_fp8_products_of_every_tiling_equal_the_reference() -> None:
+    assert fp8_tiling_differences("cuda") == []
 
 
 @pytest.mark.gpu

@@ -159,7 +159,7 @@ def cast_fp8(
     if specialized is None:  # tilings are to be measured
         kernel, (M, _, padded_M, N, _) = rule.kernels[programs], sizes
 
-        def launch(tiling: _Tiling) -> None:
+        def launch(tiling: Tiling) -> None:
             specialized, programs = kernel.at(tiling, M, padded_M, N)
             specialized.launch(programs, device, arguments, specialized_on)
 
@@ -272,12 +272,48 @@ def source_of_plans() -> str:
     return hashlib.blake2b(keys.encode(), digest_size=8).hexdigest()
 
 
-class _Tiling(NamedTuple):
+class Tiling(NamedTuple):
+    """Rows and columns of a program's tile, and its warps.
+
+    Attributes:
+        part_rows: rows at a time if each has its own scale; 0 for all.
+        part_columns: columns at a time if each has its own scale, or the matrix has one; 0 for all.
+    """
+
     rows: int
     columns: int
     warps: int
-    part_rows: int = 0  # rows at a time if each has its own scale; 0 for all
-    part_columns: int = 0  # columns at a time if each has its own scale, or the matrix has one; 0 for all
+    part_rows: int = 0
+    part_columns: int = 0
+
+    def constants(self) -> dict[str, int]:
+        """The constexpr parameters of a kernel with ``cast_rows`` and ``cast_words``."""
+        return {
+            "BM": self.rows,
+            "BN": self.columns,
+            "ROWS": self.part_rows or self.rows,
+            "COLUMNS": self.part_columns or self.columns,
+        }
+
+
+def tilings_of(granularity: str, rows: bool, columns: bool) -> tuple[Tiling, ...]:
+    """Candidates for a cast that writes rowwise data, columnwise data or both; rows divide a block's 128."""
+    B = _BLOCK
+    if granularity == "1x128":
+        shapes: tuple[tuple[int, ...], ...] = {
+            (True, True): ((B, B, 2, 32, 32), (B, B, 4, 64, 64), (B, B, 4, 64, 32), (B, B, 8, 64, 64)),
+            (True, False): ((64, B, 4), (32, B, 4), (B, B, 8)),
+            (False, True): ((B, 64, 4), (B, 32, 4), (B, 64, 8)),
+        }[rows, columns]
+    elif granularity == "128x128":
+        shapes = ((B, B, 8), (B, B, 4))
+    else:
+        shapes = ((64, 64, 4), (64, 128, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
+        if granularity == "tensor":
+            # Sequential parts share the scale and one reduction of the observed amax: half the instructions of a
+            # cast from memory. Too few programs for a small matrix.
+            shapes += ((64, 256, 4, 0, 128), (64, 512, 4, 0, 128), (128, 256, 8, 0, 128))
+    return tuple(Tiling(*shape) for shape in shapes)
 
 
 class _CastKernel:
@@ -300,47 +336,21 @@ class _CastKernel:
     ) -> None:
         self._parts = 2 if kind == "swiglu_grad" else 1  # the gate's columns and those of ``up`` share no tile
         self._constants = rule.constants(rows, columns, observes, sums, KINDS[kind], widths, device)
-        if rule.granularity == "1x128":
-            B = _BLOCK
-            shapes = {
-                (True, True): (
-                    (B, B, 2, 32, 32),
-                    (B, B, 4, 64, 64),
-                    (B, B, 4, 64, 32),
-                    (B, B, 8, 64, 64),
-                ),
-                (True, False): ((64, B, 4), (32, B, 4), (B, B, 8)),
-                (False, True): ((B, 64, 4), (B, 32, 4), (B, 64, 8)),
-            }[rows, columns]
-        elif rule.granularity == "128x128":
-            shapes = ((_BLOCK, _BLOCK, 8), (_BLOCK, _BLOCK, 4))
-        else:
-            shapes = ((64, 64, 4), (64, 128, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
-            if rule.granularity == "tensor":
-                # Sequential parts share the scale and one reduction of the observed amax: half the instructions of a
-                # cast from memory. Too few programs for a small matrix.
-                shapes += ((64, 256, 4, 0, 128), (64, 512, 4, 0, 128), (128, 256, 8, 0, 128))
-        self.tilings = tuple(_Tiling(*shape) for shape in shapes)
+        self.tilings = tilings_of(rule.granularity, rows, columns)
         self.tuned = Tuned(f"{_cast_kernel.__name__} {self._constants._asdict()}", self.tilings)
-        self._specialized: dict[tuple[_Tiling, bool], Specialized] = {}
+        self._specialized: dict[tuple[Tiling, bool], Specialized] = {}
 
-    def at(self, tiling: _Tiling, M: int, padded_M: int, N: int) -> tuple[Specialized, int]:
+    def at(self, tiling: Tiling, M: int, padded_M: int, N: int) -> tuple[Specialized, int]:
         """The kernel specialized for a tiling, and the number of programs that cover [M, N]."""
         programs = -(-padded_M // tiling.rows) * -(-N // tiling.columns)
         whole = padded_M == M and M % tiling.rows == 0 and N % (tiling.columns * self._parts) == 0
         return self._specialized.get((tiling, whole)) or self._specialize(tiling, whole), programs
 
-    def constants(self, tiling: _Tiling, whole: bool) -> dict[str, Any]:
+    def constants(self, tiling: Tiling, whole: bool) -> dict[str, Any]:
         """The constexpr parameters; ``whole`` as ``CastConstants.WHOLE``."""
-        return {
-            "CAST": self._constants._replace(WHOLE=whole),
-            "BM": tiling.rows,
-            "BN": tiling.columns,
-            "ROWS": tiling.part_rows or tiling.rows,
-            "COLUMNS": tiling.part_columns or tiling.columns,
-        }
+        return {"CAST": self._constants._replace(WHOLE=whole), **tiling.constants()}
 
-    def _specialize(self, tiling: _Tiling, whole: bool) -> Specialized:
+    def _specialize(self, tiling: Tiling, whole: bool) -> Specialized:
         kernel = Specialized(
             _cast_kernel,
             self.constants(tiling, whole),

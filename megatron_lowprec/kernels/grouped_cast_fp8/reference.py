@@ -1,30 +1,17 @@
-"""FP8 codes of a group of matrices, with a scale each or one a column; ``cast_fp8/reference.py`` casts each alone."""
+"""FP8 codes of a group of matrices, each as ``cast_fp8/reference.py`` casts it alone."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from megatron_lowprec.kernels.cast_fp8 import reference
-from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule
 from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale
 
 BLOCK = 128
-
-
-class GroupedFp8Cast(NamedTuple):
-    """FP8 codes of all matrices, one after the other, each padded with zeros to whole blocks of 128 rows.
-
-    Attributes:
-        rowwise_data: [padded rows, N], or None.
-        columnwise_data: [N, padded rows], or None.
-        scale: fp32 decode scales, [groups], or [groups, N] with one a column.
-    """
-
-    rowwise_data: torch.Tensor | None
-    columnwise_data: torch.Tensor | None
-    scale: torch.Tensor
+BLOCKS = "1x128", "128x128"
+"""Granularities whose blocks have entries of one matrix only, once its rows are padded."""
 
 
 def padded_rows(rows: Sequence[int]) -> list[int]:
@@ -56,29 +43,35 @@ def cast_fp8_groups(
     observed: Sequence[torch.Tensor] | torch.Tensor | None = None,
     rowwise: bool,
     columnwise: bool,
-) -> GroupedFp8Cast:
-    """Rowwise data, columnwise data or both of all matrices, with their decode scales.
+) -> Fp8Cast:
+    """Rowwise data, columnwise data or both of all matrices, one after the other, padded to whole blocks of 128 rows.
+
+    Padding is zeros. With blocks, data and scales are those of the padded rows as one matrix. The decode scales of a
+    tensor are [groups], those of columns [groups, N]; a matrix without rows has 1.
 
     Args:
-        sources: [M, N] each, bf16, contiguous; N a multiple of 16; any M, also 0.
-        rule: granularity "tensor"; or "row", for columnwise data only.
+        sources: [M, N] each, bf16, contiguous; N a multiple of 16, of 128 with blocks; any M, also 0.
+        rule: granularity "tensor", "1x128" or "128x128"; or "row", for columnwise data only.
         amax: of each, from which its scales follow: fp32 [1], or [N] of its columns for "row"; or one tensor of all;
-            None for ``amax_of_groups``.
+            None for ``amax_of_groups``, and with blocks.
         reduce_amax: returns the maximum over ranks of an amax that was None.
-        observed: fp32 [1] of each, raised to the amax of its matrix if that is not empty, NaN as Inf.
+        observed: fp32 [1] of each, raised to the amax of its matrix if that is not empty, NaN as Inf; None with blocks.
     """
+    if rule.granularity in BLOCKS:
+        padded = [pad(source, (0, 0, 0, -source.shape[0] % BLOCK)) for source in sources]
+        return reference.cast_fp8(torch.cat(padded), rule, rowwise=rowwise, columnwise=columnwise)
+    of_columns = rule.granularity == "row"
     if amax is None:
-        current = amax_of_groups(sources, columns=rule.granularity == "row")
+        current = amax_of_groups(sources, columns=of_columns)
         amax = current if reduce_amax is None else reduce_amax(current)
     if isinstance(amax, torch.Tensor):
-        amax = amax.unbind() if rule.granularity == "row" else amax.split(1)
+        amax = amax.unbind() if of_columns else amax.split(1)
     if isinstance(observed, torch.Tensor):
         observed = observed.split(1)
     by_rows, by_columns = [], []
     for i, source in enumerate(sources):
         if not source.numel():
             continue
-        of_columns = rule.granularity == "row"
         cast = reference.cast_fp8(
             source,
             rule,
@@ -93,10 +86,13 @@ def cast_fp8_groups(
         codes = pad(codes, (0, 0, 0, -source.shape[0] % BLOCK))
         by_rows.append(codes.view(rule.dtype))
         by_columns.append(codes.t().contiguous().view(rule.dtype))
-    join = torch.stack if rule.granularity == "row" else torch.cat
-    encode = fp32_encode_scale(join(list(amax)), rule.fmt, rule.scale_rule, rule.amax_floor, rule.margin)
-    return GroupedFp8Cast(
+    join = torch.stack if of_columns else torch.cat
+    used = [each if source.numel() else torch.zeros_like(each) for source, each in zip(sources, amax, strict=True)]
+    scale = 1 / fp32_encode_scale(join(used), rule.fmt, rule.scale_rule, rule.amax_floor, rule.margin)
+    scale[[not source.numel() for source in sources]] = 1
+    return Fp8Cast(
         torch.cat(by_rows) if rowwise else None,
+        scale if rowwise else None,
         torch.cat([codes.view(torch.uint8) for codes in by_columns], dim=1).view(rule.dtype) if columnwise else None,
-        torch.ones_like(encode) / encode,
+        scale if columnwise else None,
     )

@@ -8,16 +8,19 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.amax.triton_ops import amax_along
-from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
-from megatron_lowprec.kernels.cast_fp8.triton_ops import ROW, encode_scale, observe, to_fp8
+from megatron_lowprec.kernels.cast_fp8.prologue import KINDS
+from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule
+from megatron_lowprec.kernels.cast_fp8.tiles import cast_rows, cast_words
+from megatron_lowprec.kernels.cast_fp8.triton import Tiling, tilings_of
+from megatron_lowprec.kernels.cast_fp8.triton_ops import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR
 from megatron_lowprec.kernels.grouped_cast_fp8 import reference
-from megatron_lowprec.kernels.grouped_cast_fp8.reference import GroupedFp8Cast
 from megatron_lowprec.kernels.grouped_quantize.triton import constants_of_groups, group_of
 from megatron_lowprec.kernels.launch import launch
 from megatron_lowprec.kernels.matrices import Matrices, addresses_of, units_of
+from megatron_lowprec.kernels.tuning import Tuned
 
 _BLOCK = tl.constexpr(reference.BLOCK)
-_COLUMNS, _WARPS = 64, 4  # not tuned
+_COLUMNS = 64  # of an amax's tile, not tuned
 
 
 @triton.jit
@@ -30,11 +33,11 @@ def _amax_of_groups_kernel(
     PADDED: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Table, int64 [3, GROUPS]: address, rows, first block."""
-    block = tl.program_id(0)
-    matrix = group_of(table_ptr + 2 * GROUPS, block, GROUPS, PADDED)
+    """Table, int64 [3 or more, GROUPS]: address, rows, first padded row."""
+    row = tl.program_id(0) * _BLOCK
+    matrix = group_of(table_ptr + 2 * GROUPS, row, GROUPS, PADDED)
     x_ptr = tl.multiple_of(tl.load(table_ptr + matrix).to(tl.pointer_type(tl.bfloat16)), 16)
-    m = (block - tl.load(table_ptr + 2 * GROUPS + matrix)) * _BLOCK + tl.arange(0, _BLOCK)
+    m = row - tl.load(table_ptr + 2 * GROUPS + matrix) + tl.arange(0, _BLOCK)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     mask = (m < tl.load(table_ptr + GROUPS + matrix))[:, None] & (n < N)[None, :]
     x = tl.load(x_ptr + m[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -54,57 +57,100 @@ def _amax_of_groups_kernel(
 @triton.jit
 def _cast_groups_kernel(
     row_ptr,
+    row_scale_ptr,
     col_ptr,
+    col_scale_ptr,
     table_ptr,
     N,
     padded,
     CAST: tl.constexpr,
+    INNER: tl.constexpr,
+    EVEN: tl.constexpr,
     GROUPS: tl.constexpr,
     PADDED: tl.constexpr,
+    BM: tl.constexpr,
     BN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Table, int64 [5, GROUPS]: address, rows, first block, and addresses of the amax and of the observed amax."""
-    block = tl.program_id(0)
-    matrix = group_of(table_ptr + 2 * GROUPS, block, GROUPS, PADDED)
+    """Table, int64 [5, GROUPS]: address, rows, first padded row, and addresses of the amax and of the observed amax.
+
+    INNER: ``CAST`` of a tile within its matrix. EVEN: N is a multiple of the tile's.
+    """
+    tiles_n = tl.cdiv(N, BN)
+    row, tile_n = tl.program_id(0) // tiles_n * BM, tl.program_id(0) % tiles_n
+    matrix = group_of(table_ptr + 2 * GROUPS, row, GROUPS, PADDED)
+    first = tl.multiple_of(tl.load(table_ptr + 2 * GROUPS + matrix), _BLOCK)
+    tile_m = (row - first).to(tl.int32) // BM
     x_ptr = tl.multiple_of(tl.load(table_ptr + matrix).to(tl.pointer_type(tl.bfloat16)), 16)
-    own = (block - tl.load(table_ptr + 2 * GROUPS + matrix)) * _BLOCK + tl.arange(0, _BLOCK)
-    n = (tl.program_id(1) * BN + tl.arange(0, BN)).to(tl.int64)
-    mask = (own < tl.load(table_ptr + GROUPS + matrix))[:, None] & (n < N)[None, :]
-    x = tl.load(x_ptr + own[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32)
-    if CAST.OBSERVES:
-        observed = tl.load(table_ptr + 4 * GROUPS + matrix).to(tl.pointer_type(tl.float32))
-        observe(observed, amax_along(amax_along(tl.abs(x), 1), 0))
+    M = tl.load(table_ptr + GROUPS + matrix).to(tl.int32)
     amax_ptr = tl.load(table_ptr + 3 * GROUPS + matrix).to(tl.pointer_type(tl.float32))
-    if CAST.GRANULARITY == ROW:
-        amax = tl.load(amax_ptr + n, mask=n < N, other=0.0)[None, :]
+    observed_ptr = tl.load(table_ptr + 4 * GROUPS + matrix).to(tl.pointer_type(tl.float32))
+    row_ptr += first * N
+    col_ptr += first
+    if CAST.GRANULARITY == BLOCK_1X128:
+        row_scale_ptr += first
+        col_scale_ptr += first // _BLOCK * N
+    elif CAST.GRANULARITY == BLOCK_128X128:
+        row_scale_ptr += first // _BLOCK * (tl.cdiv(tiles_n, 4) * 4)
+        col_scale_ptr += first // _BLOCK
+    elif CAST.GRANULARITY == ROW:
+        col_scale_ptr += matrix.to(tl.int64) * N
+        amax_ptr -= M  # ``cast_words`` expects amaxes of rows before those of columns
     else:
-        amax = tl.full([1, 1], 0.0, tl.float32) + tl.load(amax_ptr)
-    scale = encode_scale(amax, CAST)
-    CODES: tl.constexpr = CAST.CODES
-    codes = to_fp8(tl.where(mask, x * scale, 0.0), CODES)
-    m = block.to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
-    inside = (n < N)[None, :]
-    if CAST.ALONG_ROWS:
-        tl.store(row_ptr + m[:, None] * N + n[None, :], codes, mask=inside)
-    if CAST.ALONG_COLUMNS:
-        tl.store(col_ptr + n[:, None] * padded + m[None, :], tl.trans(codes), mask=tl.trans(inside))
+        row_scale_ptr += matrix
+        col_scale_ptr += matrix
+    tensors = (x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, observed_ptr)
+    if EVEN and (tile_m + 1) * BM <= M:  # all but a matrix's last tiles need no bounds checks
+        _cast_tile(tensors, tile_m, tile_n, M, padded, N, INNER, BM, BN, ROWS, COLUMNS)
+    else:
+        _cast_tile(tensors, tile_m, tile_n, M, padded, N, CAST, BM, BN, ROWS, COLUMNS)
 
 
 @triton.jit
-def _scale_of_groups_kernel(scale_ptr, table_ptr, length, CAST: tl.constexpr, GROUPS: tl.constexpr, BN: tl.constexpr):
-    """``length`` decode scales of each group; table as in ``_cast_groups_kernel``."""
-    matrix = tl.program_id(0)
-    at = tl.program_id(1) * BN + tl.arange(0, BN)
-    amax_ptr = tl.load(table_ptr + 3 * GROUPS + matrix).to(tl.pointer_type(tl.float32))
-    scale = encode_scale(tl.load(amax_ptr + at, mask=at < length, other=0.0), CAST)
-    decode = tl.div_rn(tl.full([BN], 1.0, tl.float32), scale)
-    tl.store(scale_ptr + matrix.to(tl.int64) * length + at, decode, mask=at < length)
+def _cast_tile(
+    tensors,
+    tile_m,
+    tile_n,
+    M,
+    padded,
+    N,
+    CAST: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, observed_ptr = tensors
+    source = (x_ptr, x_ptr, x_ptr, x_ptr, 0, 1.0)
+    ONE: tl.constexpr = CAST.GRANULARITY == TENSOR or CAST.GRANULARITY == BLOCK_128X128
+    if CAST.ALONG_ROWS and not ONE:
+        cast_rows(
+            source, row_ptr, row_scale_ptr, amax_ptr, observed_ptr, amax_ptr,
+            tile_m, tile_n, M, padded, N, N, CAST, BM, BN, ROWS
+        )  # fmt: skip
+    if CAST.ALONG_COLUMNS or ONE:
+        cast_words(
+            source, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, observed_ptr, amax_ptr,
+            tile_m, tile_n, M, padded, padded, N, N, CAST, BM, BN, COLUMNS
+        )  # fmt: skip
+
+
+class _Kernel:
+    """The cast by one rule with one set of outputs; ``tuned`` selects a tiling for each power of two of sizes."""
+
+    def __init__(self, rule: Fp8Rule, rows: bool, columns: bool, observes: bool, device: torch.device) -> None:
+        self.constants = rule.constants(rows, columns, observes, False, KINDS["matrix"], (0, 0), device)
+        name = f"{_cast_groups_kernel.__name__} {self.constants._asdict()}"
+        self.tuned = Tuned(name, tilings_of(rule.granularity, rows, columns))
 
 
 def amax_of_groups(sources: Sequence[torch.Tensor], *, columns: bool = False) -> torch.Tensor:
     """As the reference."""
     matrices = Matrices.of(sources)
-    return _amax(matrices, _table(matrices).to(matrices.device, non_blocking=True), _empty_amax(matrices, columns))
+    amax = _empty_amax(matrices, columns)
+    _raise_amax(amax, matrices, _table(matrices))
+    return amax
 
 
 def cast_fp8_groups(
@@ -116,46 +162,52 @@ def cast_fp8_groups(
     observed: Sequence[torch.Tensor] | torch.Tensor | None = None,
     rowwise: bool,
     columnwise: bool,
-) -> GroupedFp8Cast:
+) -> Fp8Cast:
     """As the reference."""
     matrices, of_columns = Matrices.of(sources), rule.granularity == "row"
     groups, N, device = len(matrices), matrices.columns, matrices.device
-    in_effect = _empty_amax(matrices, of_columns) if amax is None else amax
-    addresses = addresses_of(in_effect)
-    table = _table(matrices, addresses, addresses if observed is None else addresses_of(observed))
-    table = table.to(device, non_blocking=True)
-    if amax is None:
-        assert isinstance(in_effect, torch.Tensor)
-        _amax(matrices, table, in_effect)
-        if reduce_amax is not None:
-            in_effect.copy_(reduce_amax(in_effect))
-    constants = rule.constants(rowwise, columnwise, observed is not None, False, 0, (0, 0), device)
-    blocks = units_of(matrices.rows, reference.BLOCK)[2]
-    padded = blocks * reference.BLOCK
-    rows = torch.empty((padded, N), dtype=torch.uint8, device=device) if rowwise else None
-    columns = torch.empty((N, padded), dtype=torch.uint8, device=device) if columnwise else None
-    scale = torch.empty((groups, N) if of_columns else groups, dtype=torch.float32, device=device)
-    if blocks:
-        # placeholders for an absent direction, which the kernel does not access
+    padded = units_of(matrices.rows, reference.BLOCK)[2] * reference.BLOCK
+    made = rule.empty(torch.Size((padded, N)), device, rowwise=rowwise, columnwise=columnwise)
+    if rule.granularity in reference.BLOCKS:
+        table = _table(matrices, unused := np.zeros(groups, dtype=np.int64), unused)
+    else:
+        in_effect = _empty_amax(matrices, of_columns) if amax is None else amax
+        addresses = addresses_of(in_effect)
+        table = _table(matrices, addresses, addresses if observed is None else addresses_of(observed))
+        if amax is None:
+            assert isinstance(in_effect, torch.Tensor)
+            _raise_amax(in_effect, matrices, table)
+            if reduce_amax is not None:
+                in_effect.copy_(reduce_amax(in_effect))
+        scale = torch.ones((groups, N) if of_columns else groups, dtype=torch.float32, device=device)
+        made = Fp8Cast(made[0], scale if rowwise else None, made[2], scale if columnwise else None)
+    key = _cast_groups_kernel, rowwise, columnwise, observed is not None
+    kernel = rule.kernels.get(key)
+    if kernel is None:
+        kernel = rule.kernels[key] = _Kernel(rule, *key[1:], device)
+    # placeholders for an absent direction, which the kernel does not access
+    arguments = (*(table if tensor is None else tensor for tensor in made[:4]), table, N, padded)
+
+    def run(tiling: Tiling) -> None:
         launch(
             _cast_groups_kernel,
-            (blocks, -(-N // _COLUMNS)),
-            (scale if rows is None else rows, scale if columns is None else columns, table, N, padded),
-            {"CAST": constants, **constants_of_groups(groups), "BN": _COLUMNS},
-            num_warps=_WARPS,
-            enable_fp_fusion=False,
+            padded // tiling.rows * -(-N // tiling.columns),
+            arguments,
+            {
+                "CAST": kernel.constants,
+                "INNER": kernel.constants._replace(WHOLE=True),
+                "EVEN": N % tiling.columns == 0,
+                **constants_of_groups(groups),
+                **tiling.constants(),
+            },
+            num_warps=tiling.warps,
+            enable_fp_fusion=False,  # a contracted multiply-add rounds once, the reference twice
         )
-    length = N if of_columns else 1
-    launch(
-        _scale_of_groups_kernel,
-        (groups, -(-length // _COLUMNS)),
-        (scale, table, length),
-        {"CAST": constants, "GROUPS": groups, "BN": _COLUMNS},
-        num_warps=1,
-    )
-    return GroupedFp8Cast(
-        None if rows is None else rows.view(rule.dtype), None if columns is None else columns.view(rule.dtype), scale
-    )
+
+    if padded:
+        entries = padded * N
+        run(kernel.tuned.choose(entries, run, device, below=entries.bit_length()))
+    return made
 
 
 def _empty_amax(matrices: Matrices, columns: bool) -> torch.Tensor:
@@ -163,16 +215,16 @@ def _empty_amax(matrices: Matrices, columns: bool) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=matrices.device)
 
 
-def _amax(matrices: Matrices, table: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+def _raise_amax(amax: torch.Tensor, matrices: Matrices, table: torch.Tensor) -> None:
     """Raises ``amax``, zeros, to that of each matrix or of its columns."""
     if blocks := units_of(matrices.rows, reference.BLOCK)[2]:
         constants = {"OF_COLUMNS": amax.dim() == 2, **constants_of_groups(len(matrices)), "BN": _COLUMNS}
         grid = blocks, -(-matrices.columns // _COLUMNS)
         launch(_amax_of_groups_kernel, grid, (amax, table, matrices.columns), constants)
-    return amax
 
 
 def _table(matrices: Matrices, *more: np.ndarray) -> torch.Tensor:
-    """Address, rows and first block of each matrix, then ``more``, in one table for all launches of a cast."""
-    first = units_of(matrices.rows, reference.BLOCK)[1]
-    return torch.from_numpy(np.array((matrices.addresses, units_of(matrices.rows)[0], first, *more)))
+    """Address, rows and first padded row of each matrix, then ``more``, in one table for all launches of a cast."""
+    rows, first_row = units_of(matrices.rows)[0], units_of(matrices.rows, reference.BLOCK)[1] * reference.BLOCK
+    table = torch.from_numpy(np.array((matrices.addresses, rows, first_row, *more)))
+    return table.to(matrices.device, non_blocking=True)

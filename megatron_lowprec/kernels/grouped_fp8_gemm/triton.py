@@ -1,6 +1,7 @@
 """One launch for all FP8 products of a group; equal to ``reference.py`` but for the sums over 128 of tensor cores."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -9,9 +10,11 @@ import triton.language as tl
 
 from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.grouped_cast_fp8.reference import BLOCK
+from megatron_lowprec.kernels.grouped_gemm.triton import Tiling
 from megatron_lowprec.kernels.grouped_quantize.triton import constants_of_groups, group_of
 from megatron_lowprec.kernels.launch import launch
 from megatron_lowprec.kernels.matrices import addresses_of, units_of
+from megatron_lowprec.kernels.tuning import Tuned
 
 _DTYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -20,11 +23,23 @@ _DTYPES = {
     DTYPES["e5m2"]: tl.float8e5,
 }
 _BLOCK = tl.constexpr(BLOCK)
-_WARPS, _STAGES = 8, 3  # not tuned
 
 _NUMBERS = {"tensor": 0, "row": 1, "1x128": 2}
 # named values of SCALES
 ROW, BLOCKS = tl.constexpr(_NUMBERS["row"]), tl.constexpr(_NUMBERS["1x128"])
+
+# A tile changes no sum: the terms of an output are added in the order of k, promoted every 128. A promoted sum takes
+# twice the registers; a tile has columns of one block.
+PROMOTED = (
+    Tiling(64, 128, BLOCK, 4, 3),
+    Tiling(64, 128, BLOCK, 4, 4),
+    Tiling(128, 128, BLOCK, 8, 3),
+)
+FAST = (
+    Tiling(128, 128, BLOCK, 4, 3),
+    Tiling(128, 256, BLOCK, 8, 3),
+    Tiling(256, 128, BLOCK, 8, 3),
+)
 
 
 @triton.jit
@@ -48,6 +63,7 @@ def _grouped_fp8_gemm_kernel(
     b_scale_ptr,
     out_ptr,
     table_ptr,
+    tokens,
     N,
     K,
     a_scale_m,
@@ -60,47 +76,45 @@ def _grouped_fp8_gemm_kernel(
     FAST: tl.constexpr,
     GROUPS: tl.constexpr,
     PADDED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
 ):
-    """Tiles and steps of one block. Table as in ``_pad_groups_kernel``, and a fifth row: address of b."""
-    tiles_n = tl.cdiv(N, _BLOCK)
+    """Steps of one block. Table, int64 [5, GROUPS]: rows, first padded row, first row, first tile, address of b."""
+    tiles_n = tl.cdiv(N, BN)
     row_tile = tl.program_id(0) // tiles_n
     tile_n = tl.program_id(0) % tiles_n
     matrix = group_of(table_ptr + 3 * GROUPS, row_tile, GROUPS, PADDED)
-    first_own = (row_tile - tl.load(table_ptr + 3 * GROUPS + matrix)) * _BLOCK
-    first_m = tl.load(table_ptr + GROUPS + matrix) + first_own
-    at = tl.arange(0, _BLOCK)
-    m, first_n = first_m + at, tile_n * _BLOCK
-    in_n = first_n + at < N
+    first_own = (row_tile - tl.load(table_ptr + 3 * GROUPS + matrix).to(tl.int32)) * BM
+    first_m = tl.load(table_ptr + GROUPS + matrix).to(tl.int32) + first_own
+    first_n = tile_n * BN
+    at_m, at_n = tl.arange(0, BM), tl.arange(0, BN)
+    in_n = first_n + at_n < N
     group = matrix.to(tl.int64)
-    # 64-bit addresses of tiles, 32-bit offsets inside
-    a_tile = a_ptr + first_m * K
-    b_ptr = tl.multiple_of(tl.load(table_ptr + 4 * GROUPS + matrix).to(tl.pointer_type(ELEMENT)), 16)
-    b_tile = b_ptr + first_n.to(tl.int64) * b_n
-    a_offsets = at[:, None] * K + at[None, :]
-    b_offsets = at[None, :] * b_n + at[:, None]
+    b_ptr = tl.load(table_ptr + 4 * GROUPS + matrix).to(tl.pointer_type(ELEMENT))
+    # zeros beyond K and the last row; rows of the next group, whose products are not stored
+    a = tl.make_tensor_descriptor(a_ptr, [tokens, K], [K, 1], [BM, _BLOCK])
+    b = tl.make_tensor_descriptor(b_ptr, [N, K], [b_n, 1], [BN, _BLOCK])
+    a_scales = a_scale_ptr + (first_m + at_m) * a_scale_m
     b_scales = b_scale_ptr + group * b_scale_group + tile_n * b_scale_n
-    total = tl.zeros([_BLOCK, _BLOCK], tl.float32)
+    total = tl.zeros([BM, BN], tl.float32)
     for block in range(tl.cdiv(K, _BLOCK)):
-        in_k = block * _BLOCK + at < K
-        a = tl.load(a_tile + a_offsets, mask=in_k[None, :], other=0.0)
-        b = tl.load(b_tile + b_offsets, mask=in_n[None, :] & in_k[:, None], other=0.0)
+        own, other = a.load([first_m, block * _BLOCK]), tl.trans(b.load([first_n, block * _BLOCK]))
         if SCALES == BLOCKS:
-            a_scale = tl.load(a_scale_ptr + m * a_scale_m + block * a_scale_k)
-            total += tl.dot(a, b) * a_scale[:, None] * tl.load(b_scales + block)
+            a_scale = tl.load(a_scales + block * a_scale_k, mask=first_m + at_m < tokens, other=0.0)
+            total += tl.dot(own, other) * a_scale[:, None] * tl.load(b_scales + block)
         elif FAST:
-            total = tl.dot(a, b, total)
+            total = tl.dot(own, other, total)
         else:
-            total += tl.dot(a, b)
-        a_tile += _BLOCK
-        b_tile += _BLOCK
+            total += tl.dot(own, other)
     if SCALES == ROW:
-        b_scale = tl.load(b_scale_ptr + group * N + first_n + at, mask=in_n, other=0.0)
-        total = total * tl.load(a_scale_ptr + m)[:, None] * b_scale[None, :]
+        a_scale = tl.load(a_scale_ptr + first_m + at_m, mask=first_m + at_m < tokens, other=0.0)
+        b_scale = tl.load(b_scale_ptr + group * N + first_n + at_n, mask=in_n, other=0.0)
+        total = total * a_scale[:, None] * b_scale[None, :]
     elif SCALES != BLOCKS:
         total = total * tl.load(a_scale_ptr + matrix) * tl.load(b_scale_ptr + matrix)
     out_tile = out_ptr + (tl.load(table_ptr + 2 * GROUPS + matrix) + first_own) * N + first_n
-    mask = (first_own + at < tl.load(table_ptr + matrix))[:, None] & in_n[None, :]
-    tl.store(out_tile + at[:, None] * N + at[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
+    mask = (first_own + at_m < tl.load(table_ptr + matrix))[:, None] & in_n[None, :]
+    tl.store(out_tile + at_m[:, None] * N + at_n[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -123,42 +137,39 @@ def _grouped_fp8_wgrad_kernel(
     SCALES: tl.constexpr,
     FAST: tl.constexpr,
     GROUPS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
 ):
     """Table, int64 [4, GROUPS]: address of the total, blocks of rows, first block, whether it is overwritten.
 
     ADDS: some total is not overwritten. ALIGNED: all of them begin at multiples of 16 bytes.
     """
-    tiles_n = tl.cdiv(N, _BLOCK)
-    tiles = tl.cdiv(M, _BLOCK) * tiles_n
+    tiles_n = tl.cdiv(N, BN)
+    tiles = tl.cdiv(M, BM) * tiles_n
     matrix = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     total_ptr = tl.load(table_ptr + matrix).to(tl.pointer_type(TOTAL))
     if ALIGNED:
         total_ptr = tl.multiple_of(total_ptr, 16)
     blocks = tl.load(table_ptr + GROUPS + matrix).to(tl.int32)
-    first_block = tl.load(table_ptr + 2 * GROUPS + matrix)
-    first_m, first_n = (tile // tiles_n) * _BLOCK, (tile % tiles_n) * _BLOCK
-    at = tl.arange(0, _BLOCK)
-    m, n = (first_m + at).to(tl.int64), (first_n + at).to(tl.int64)
+    first_block = tl.load(table_ptr + 2 * GROUPS + matrix).to(tl.int32)
+    first_m, first_n = (tile // tiles_n) * BM, (tile % tiles_n) * BN
+    at_m, at_n = tl.arange(0, BM), tl.arange(0, BN)
+    m, n = first_m + at_m, first_n + at_n
     in_m, in_n = m < M, n < N
-    # 64-bit addresses of tiles and of their rows, 32-bit offsets inside
-    a_rows = a_ptr + m * tokens + first_block * _BLOCK
-    b_rows = b_ptr + n * tokens + first_block * _BLOCK
-    product = tl.zeros([_BLOCK, _BLOCK], tl.float32)
-    for step in range(blocks):
-        a = tl.load(a_rows[:, None] + at[None, :], mask=in_m[:, None], other=0.0)
-        b = tl.load(b_rows[None, :] + at[:, None], mask=in_n[None, :], other=0.0)
+    a = tl.make_tensor_descriptor(a_ptr, [M, tokens], [tokens, 1], [BM, _BLOCK])
+    b = tl.make_tensor_descriptor(b_ptr, [N, tokens], [tokens, 1], [BN, _BLOCK])
+    product = tl.zeros([BM, BN], tl.float32)
+    for block in range(first_block, first_block + blocks):
+        own, other = a.load([first_m, block * _BLOCK]), tl.trans(b.load([first_n, block * _BLOCK]))
         if SCALES == BLOCKS:
-            block = first_block + step
             a_scale = tl.load(a_scale_ptr + m * a_scale_m + block * a_scale_k, mask=in_m, other=0.0)
             b_scale = tl.load(b_scale_ptr + n * b_scale_n + block * b_scale_k, mask=in_n, other=0.0)
-            product += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
+            product += tl.dot(own, other) * a_scale[:, None] * b_scale[None, :]
         elif FAST:
-            product = tl.dot(a, b, product)
+            product = tl.dot(own, other, product)
         else:
-            product += tl.dot(a, b)
-        a_rows += _BLOCK
-        b_rows += _BLOCK
+            product += tl.dot(own, other)
     # the scale of a matrix without rows may be anything
     group = matrix.to(tl.int64)
     if SCALES == ROW:
@@ -167,12 +178,17 @@ def _grouped_fp8_wgrad_kernel(
         product = tl.where(blocks > 0, product * a_scale[:, None] * b_scale[None, :], 0.0)
     elif SCALES != BLOCKS:
         product = tl.where(blocks > 0, product * tl.load(a_scale_ptr + group) * tl.load(b_scale_ptr + group), 0.0)
-    out = total_ptr + first_m.to(tl.int64) * N + first_n + at[:, None] * N + at[None, :]
+    out = total_ptr + first_m.to(tl.int64) * N + first_n + at_m[:, None] * N + at_n[None, :]
     inside = in_m[:, None] & in_n[None, :]
     if ADDS:
         adds = tl.load(table_ptr + 3 * GROUPS + matrix) == 0
         product += tl.load(out, mask=inside & adds, other=0.0).to(tl.float32)
     tl.store(out, product.to(TOTAL), mask=inside)
+
+
+@lru_cache(maxsize=256)
+def _tuned(name: str, fast: bool) -> Tuned[Tiling]:
+    return Tuned(name, FAST if fast else PROMOTED)
 
 
 def pad_groups(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -201,23 +217,36 @@ def grouped_fp8_gemm(
     """As the reference."""
     first, blocks, rows = b[0], granularity == "1x128", tuple(rows)
     N, K = first.shape
-    out = torch.empty((units_of(rows)[2], N), dtype=out_dtype, device=a.device)
-    arguments = (
-        *(a, a_scale, b_scale, out),
-        _table(rows, a.device, addresses_of(b)),
-        *(N, K),
-        *(a_scale.stride() if blocks else (0, 0)),
-        first.stride(0),
-        *(b_scale.stride()[:2] if blocks else (0, 0)),
-    )
-    constants = {
-        "ELEMENT": _DTYPES[first.dtype],
-        "SCALES": _NUMBERS[granularity],
-        "FAST": fast_accumulation,
-        **constants_of_groups(len(b)),
-    }
-    programs = units_of(rows, BLOCK)[2] * -(-N // BLOCK)
-    launch(_grouped_fp8_gemm_kernel, programs, arguments, constants, num_warps=_WARPS, num_stages=_STAGES)
+    (count, first_row, total), padded_row = units_of(rows), units_of(rows, BLOCK)[1] * BLOCK
+    out = torch.empty((total, N), dtype=out_dtype, device=a.device)
+    addresses, fast = addresses_of(b), fast_accumulation and not blocks
+
+    def run(tiling: Tiling) -> None:
+        _, first_tile, tiles = units_of(rows, tiling.BM)
+        table = np.array((count, padded_row, first_row, first_tile, addresses))
+        arguments = (
+            *(a, a_scale, b_scale, out),
+            torch.from_numpy(table).to(a.device, non_blocking=True),
+            *(a.shape[0], N, K),
+            *(a_scale.stride() if blocks else (0, 0)),
+            first.stride(0),
+            *(b_scale.stride()[:2] if blocks else (0, 0)),
+        )
+        constants = {
+            "ELEMENT": _DTYPES[first.dtype],
+            "SCALES": _NUMBERS[granularity],
+            "FAST": fast,
+            **constants_of_groups(len(b)),
+            "BM": tiling.BM,
+            "BN": tiling.BN,
+        }
+        programs = tiles * -(-N // tiling.BN)
+        launch(
+            _grouped_fp8_gemm_kernel, programs, arguments, constants, num_warps=tiling.warps, num_stages=tiling.stages
+        )
+
+    if total:
+        run(_tuned(f"grouped FP8 product of [{N}, {K}], {granularity} scales", fast).choose(a.numel(), run, a.device))
     return out
 
 
@@ -235,25 +264,40 @@ def grouped_fp8_wgrad_(
 ) -> None:
     """As the reference."""
     (M, tokens), N, of_blocks = a.shape, b.shape[0], granularity == "1x128"
-    blocks, first_block, _ = units_of(tuple(rows), BLOCK)
-    table = np.array((addresses_of(totals), blocks, first_block, overwrite), dtype=np.int64)
-    programs = len(totals) * -(-M // BLOCK) * -(-N // BLOCK)
-    arguments = (
-        *(a, a_scale, b, b_scale),
-        torch.from_numpy(table).to(a.device, non_blocking=True),
-        *(M, N, tokens),
-        *(a_scale.stride() if of_blocks else (0, 0)),
-        *(b_scale.stride() if of_blocks else (0, 0)),
-    )
-    constants = {
-        "TOTAL": _DTYPES[totals[0].dtype],
-        "ADDS": not all(overwrite),
-        "ALIGNED": not (table[0] % 16).any(),
-        "SCALES": _NUMBERS[granularity],
-        "FAST": fast_accumulation,
-        "GROUPS": len(totals),
-    }
-    launch(_grouped_fp8_wgrad_kernel, programs, arguments, constants, num_warps=_WARPS, num_stages=_STAGES)
+    (blocks, first_block, _), first = units_of(tuple(rows), BLOCK), totals[0]
+    fast = fast_accumulation and not of_blocks
+
+    def run(tiling: Tiling, addresses: np.ndarray, overwrites: Sequence[bool]) -> None:
+        table = np.array((addresses, blocks, first_block, overwrites), dtype=np.int64)
+        arguments = (
+            *(a, a_scale, b, b_scale),
+            torch.from_numpy(table).to(a.device, non_blocking=True),
+            *(M, N, tokens),
+            *(a_scale.stride() if of_blocks else (0, 0)),
+            *(b_scale.stride() if of_blocks else (0, 0)),
+        )
+        constants = {
+            "TOTAL": _DTYPES[first.dtype],
+            "ADDS": not all(overwrites),
+            "ALIGNED": not (addresses % 16).any(),
+            "SCALES": _NUMBERS[granularity],
+            "FAST": fast,
+            "GROUPS": len(totals),
+            "BM": tiling.BM,
+            "BN": tiling.BN,
+        }
+        programs = len(totals) * -(-M // tiling.BM) * -(-N // tiling.BN)
+        launch(
+            _grouped_fp8_wgrad_kernel, programs, arguments, constants, num_warps=tiling.warps, num_stages=tiling.stages
+        )
+
+    def measure(tiling: Tiling) -> None:
+        # As in ``grouped_gemm``: it must not add to the gradients, and the memory lives until the launch is queued.
+        scratch = torch.empty_like(first)
+        run(tiling, np.full(len(totals), scratch.data_ptr()), [True] * len(totals))
+
+    tuned = _tuned(f"grouped FP8 weight gradient [{M}, {N}], {granularity} scales", fast)
+    run(tuned.choose(a.numel(), measure, a.device), addresses_of(totals), overwrite)
 
 
 def _table(rows: Sequence[int], device: torch.device, *more: np.ndarray) -> torch.Tensor:

@@ -30,8 +30,7 @@ Codes = tuple[torch.Tensor, torch.Tensor]
 class GroupedHopperFp8Gemms(GroupedBackend):
     """``GroupedBackend`` with scales per tensor, row, or block: 1x128 of tokens, 128x128 of weights.
 
-    Rows of an expert are padded with zeros to whole blocks of 128. With block scales the casts of one matrix then serve
-    all experts: a block has entries of one expert only.
+    Rows of an expert are padded with zeros to whole blocks of 128, so that a block has entries of one expert only.
     """
 
     def __init__(self, experts: Sequence[LayerBackends], name: str) -> None:
@@ -60,17 +59,11 @@ class GroupedHopperFp8Gemms(GroupedBackend):
         """As ``GroupedBackend``; rows padded."""
         rowwise, columnwise = request.rowwise, request.columnwise
         spec, experts = self._spec(tensor, columnwise=not rowwise), Matrices(matrix, tokens)
-        if spec.granularity == "tensor":
+        if spec.granularity != "row":
             return self._cast(tensor, experts, rowwise, columnwise, request.update_amax)
-        pad_groups = load("grouped_fp8_gemm").pad_groups
-        if spec.granularity == "row":
-            by_row = self._cast_rows(tensor, pad_groups(matrix, tokens)) if rowwise else None
-            return GroupOperands(by_row, self._cast_columns(tensor, experts) if columnwise else None)
-        padded = pad_groups(matrix, tokens)
-        found = load("cast_fp8").cast_fp8(padded, rule_of(spec), rowwise=rowwise, columnwise=columnwise)
-        return GroupOperands(
-            GroupOperand(*found[:2]) if rowwise else None, GroupOperand(*found[2:4]) if columnwise else None
-        )
+        padded = load("grouped_fp8_gemm").pad_groups(matrix, tokens) if rowwise else None
+        by_row = None if padded is None else self._cast_rows(tensor, padded)
+        return GroupOperands(by_row, self._cast_columns(tensor, experts) if columnwise else None)
 
     def from_codes(self, codes: QuantizedTensor, tokens: Sequence[int]) -> GroupOperand:
         """As ``GroupedBackend``: padded by zeros as ``quantize`` pads them."""
@@ -142,10 +135,10 @@ class GroupedHopperFp8Gemms(GroupedBackend):
         return data.unflatten(0, (experts, -1))[:, :rows], scale
 
     def _weight_blocks(self, weights: Matrices, columnwise: bool) -> Codes:
-        """With 128x128 blocks, cast as one matrix: with whole blocks of rows no block has two experts."""
-        rule = rule_of(self._spec("weight", columnwise))
-        found = load("cast_fp8").cast_fp8(weights.joined(), rule, rowwise=not columnwise, columnwise=columnwise)
-        data, scale = found[2:4] if columnwise else found[:2]
+        """With 128x128 blocks."""
+        operand = self._cast("weight", weights, not columnwise, columnwise, False)[columnwise]
+        assert operand is not None
+        data, scale = cast(Codes, operand)
         if columnwise:
             blocks = data.shape[1] // _BLOCK
             data = data.unflatten(1, (len(weights), -1)).transpose(0, 1)
@@ -167,22 +160,23 @@ class GroupedHopperFp8Gemms(GroupedBackend):
         rule, reduce = rule_of(self._spec(tensor, columnwise=True)), self._first.reductions[tensor, True]
         cast_fp8_groups = load("grouped_cast_fp8").cast_fp8_groups
         found = cast_fp8_groups(sources, rule, reduce_amax=reduce, rowwise=False, columnwise=True)
-        return GroupOperand(found.columnwise_data, found.scale)
+        return GroupOperand(found.columnwise_data, found.columnwise_scale)
 
     def _cast(
         self, tensor: str, sources: Matrices, rowwise: bool, columnwise: bool, update_amax: bool
     ) -> GroupOperands:
-        """Rowwise and columnwise codes of each expert's tensor, with a scale each."""
+        """Rowwise and columnwise codes of each expert's tensor, with a scale each or block scales."""
         spec, amaxes = self._spec(tensor, columnwise=not rowwise), dict[str, Any]()
         if spec.scaling == "delayed":
             amaxes["amax"], newest = cells_of(self._histories(tensor))
             amaxes["observed"] = newest if update_amax else None
-        else:
+        elif spec.granularity == "tensor":
             amaxes["reduce_amax"] = self._first.reductions[tensor, not rowwise]
         cast_fp8_groups = load("grouped_cast_fp8").cast_fp8_groups
         found = cast_fp8_groups(sources, rule_of(spec), rowwise=rowwise, columnwise=columnwise, **amaxes)
-        directions = found.rowwise_data, found.columnwise_data
-        return GroupOperands(*(None if data is None else GroupOperand(data, found.scale) for data in directions))
+        return GroupOperands(
+            GroupOperand(*found[:2]) if rowwise else None, GroupOperand(*found[2:4]) if columnwise else None
+        )
 
     def _spec(self, tensor: str, columnwise: bool = False) -> QuantSpec:
         spec: QuantSpec = getattr(getattr(self._recipe, SIDES[tensor][columnwise]), tensor)

@@ -33,7 +33,9 @@ start() {
     if command -v nvidia-cuda-mps-control >/dev/null; then
         export CUDA_MPS_PIPE_DIRECTORY=${TMPDIR:-/tmp}/mps-$UID CUDA_MPS_LOG_DIRECTORY=$out/mps
         mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
-        echo get_server_list | nvidia-cuda-mps-control >/dev/null 2>&1 || nvidia-cuda-mps-control -d
+        # a server of some GPUs numbers them anew for its clients, which have CUDA_VISIBLE_DEVICES already
+        echo get_server_list | nvidia-cuda-mps-control >/dev/null 2>&1 ||
+            env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d
     fi
     for lane in "$@"; do
         pid=$out/$(basename "$lane").pid

@@ -41,15 +41,18 @@ def study(*words: str | Path, path: str, **more: str) -> subprocess.CompletedPro
 @pytest.mark.slow
 def test_lanes_run_are_waited_for_and_packed(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
-    # On a machine with GPUs no daemon of CUDA MPS is started.
-    for name, text in (("python", PYTHON), ("nvidia-cuda-mps-control", "#!/bin/bash\n")):
+    # On a machine with GPUs no daemon of CUDA MPS is started; none runs, and one with -d notes the GPUs that it sees.
+    mps = f"#!/bin/bash\n[ $# = 1 ] && echo ${{CUDA_VISIBLE_DEVICES-all}} >{tmp_path / 'mps'}\n"
+    for name, text in (("python", PYTHON), ("nvidia-cuda-mps-control", mps)):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     (tmp_path / "one").write_text("# a comment\nfirst sweep.yaml --only 'a b'\nsecond sweep.yaml\n")
     (tmp_path / "two").write_text("third sweep.yaml\n")
     out = tmp_path / "out"
-    assert study("start", out, "600", tmp_path / "one", tmp_path / "two", path=path).returncode == 0
+    started = study("start", out, "600", tmp_path / "one", tmp_path / "two", path=path, CUDA_VISIBLE_DEVICES="1")
+    assert started.returncode == 0
+    assert (tmp_path / "mps").read_text() == "all\n"
     waited = study("wait", out, "300", tmp_path / "study.tar.xz", path=path)
     assert '"iteration": 7' in waited.stdout
     assert "0 lanes run\n" in waited.stdout

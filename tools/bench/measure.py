@@ -5,6 +5,7 @@ include the gaps between launches; ``host_microseconds`` and ``graph`` separate 
 clock, only good for testing this tool.
 """
 
+import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -85,11 +86,15 @@ class Bench:
         return samples[warm_up:]
 
     def compare(self, calls: Mapping[K, Call], rounds: int) -> dict[K, Timing]:
-        """Times of several variants, measured in turn ``rounds`` times, so that clock drift affects all alike."""
+        """Times of several variants, measured in turn ``rounds`` times, so that clock drift affects all alike.
+
+        Prints each on stderr, since the tables follow at the end of all.
+        """
         taken: dict[K, list[Timing]] = {name: [] for name in calls}
-        for _ in range(rounds):
+        for turn in range(rounds):
             for name, call in calls.items():
                 taken[name].append(self.time(call))
+                print(f"{name}, round {turn + 1}: {taken[name][-1].ms:.3f} ms", file=sys.stderr, flush=True)
         return {name: combined(timings) for name, timings in taken.items()}
 
     def host_microseconds(self, call: Call) -> float:

@@ -201,7 +201,7 @@ def _product_differences(device: str, rows: Sequence[int], n: int, k: int, dtype
         return torch.randint(-2, 3, shape, generator=generator).to(device, dtype)
 
     generator = torch.Generator().manual_seed(0)
-    a = integers(sum(rows), k)
+    a = integers(sum(rows) * k + 1)[1:].view(-1, k)  # no descriptor begins there
     found = []
     of_groups = torch.exp2(torch.arange(len(rows), device=device) - 2.0)
     for alpha, b in ((0.5, [integers(n, k) for _ in rows]), (of_groups, [integers(k, n).t() for _ in rows])):

@@ -64,8 +64,6 @@ def _cast_groups_kernel(
     N,
     padded,
     CAST: tl.constexpr,
-    INNER: tl.constexpr,
-    EVEN: tl.constexpr,
     GROUPS: tl.constexpr,
     PADDED: tl.constexpr,
     BM: tl.constexpr,
@@ -73,10 +71,7 @@ def _cast_groups_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Table, int64 [5, GROUPS]: address, rows, first padded row, and addresses of the amax and of the observed amax.
-
-    INNER: ``CAST`` of a tile within its matrix. EVEN: N is a multiple of the tile's.
-    """
+    """Table, int64 [5, GROUPS]: address, rows, first padded row, and addresses of the amax and of the observed amax."""
     tiles_n = tl.cdiv(N, BN)
     row, tile_n = tl.program_id(0) // tiles_n * BM, tl.program_id(0) % tiles_n
     matrix = group_of(table_ptr + 2 * GROUPS, row, GROUPS, PADDED)
@@ -100,28 +95,6 @@ def _cast_groups_kernel(
     else:
         row_scale_ptr += matrix
         col_scale_ptr += matrix
-    tensors = (x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, observed_ptr)
-    if EVEN and (tile_m + 1) * BM <= M:  # all but a matrix's last tiles need no bounds checks
-        _cast_tile(tensors, tile_m, tile_n, M, padded, N, INNER, BM, BN, ROWS, COLUMNS)
-    else:
-        _cast_tile(tensors, tile_m, tile_n, M, padded, N, CAST, BM, BN, ROWS, COLUMNS)
-
-
-@triton.jit
-def _cast_tile(
-    tensors,
-    tile_m,
-    tile_n,
-    M,
-    padded,
-    N,
-    CAST: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, observed_ptr = tensors
     source = (x_ptr, x_ptr, x_ptr, x_ptr, 0, 1.0)
     ONE: tl.constexpr = CAST.GRANULARITY == TENSOR or CAST.GRANULARITY == BLOCK_128X128
     if CAST.ALONG_ROWS and not ONE:
@@ -193,13 +166,7 @@ def cast_fp8_groups(
             _cast_groups_kernel,
             padded // tiling.rows * -(-N // tiling.columns),
             arguments,
-            {
-                "CAST": kernel.constants,
-                "INNER": kernel.constants._replace(WHOLE=True),
-                "EVEN": N % tiling.columns == 0,
-                **constants_of_groups(groups),
-                **tiling.constants(),
-            },
+            {"CAST": kernel.constants, **constants_of_groups(groups), **tiling.constants()},
             num_warps=tiling.warps,
             enable_fp_fusion=False,  # a contracted multiply-add rounds once, the reference twice
         )

@@ -10,9 +10,9 @@ import triton.language as tl
 
 from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.grouped_cast_fp8.reference import BLOCK
-from megatron_lowprec.kernels.grouped_gemm.triton import Tiling
+from megatron_lowprec.kernels.grouped_gemm.triton import Tiling, run_in_place
 from megatron_lowprec.kernels.grouped_quantize.triton import constants_of_groups, group_of
-from megatron_lowprec.kernels.launch import launch
+from megatron_lowprec.kernels.launch import aligned, launch
 from megatron_lowprec.kernels.matrices import addresses_of, units_of
 from megatron_lowprec.kernels.tuning import Tuned
 
@@ -225,7 +225,7 @@ def grouped_fp8_gemm(
         _, first_tile, tiles = units_of(rows, tiling.BM)
         table = np.array((count, padded_row, first_row, first_tile, addresses))
         arguments = (
-            *(a, a_scale, b_scale, out),
+            *(aligned(a), a_scale, b_scale, out),
             torch.from_numpy(table).to(a.device, non_blocking=True),
             *(a.shape[0], N, K),
             *(a_scale.stride() if blocks else (0, 0)),
@@ -270,7 +270,7 @@ def grouped_fp8_wgrad_(
     def run(tiling: Tiling, addresses: np.ndarray, overwrites: Sequence[bool]) -> None:
         table = np.array((addresses, blocks, first_block, overwrites), dtype=np.int64)
         arguments = (
-            *(a, a_scale, b, b_scale),
+            *(aligned(a), a_scale, aligned(b), b_scale),
             torch.from_numpy(table).to(a.device, non_blocking=True),
             *(M, N, tokens),
             *(a_scale.stride() if of_blocks else (0, 0)),
@@ -291,13 +291,8 @@ def grouped_fp8_wgrad_(
             _grouped_fp8_wgrad_kernel, programs, arguments, constants, num_warps=tiling.warps, num_stages=tiling.stages
         )
 
-    def measure(tiling: Tiling) -> None:
-        # As in ``grouped_gemm``: it must not add to the gradients, and the memory lives until the launch is queued.
-        scratch = torch.empty_like(first)
-        run(tiling, np.full(len(totals), scratch.data_ptr()), [True] * len(totals))
-
     tuned = _tuned(f"grouped FP8 weight gradient [{M}, {N}], {granularity} scales", fast)
-    run(tuned.choose(a.numel(), measure, a.device), addresses_of(totals), overwrite)
+    run_in_place(run, tuned, a, totals, overwrite)
 
 
 def _table(rows: Sequence[int], device: torch.device, *more: np.ndarray) -> torch.Tensor:

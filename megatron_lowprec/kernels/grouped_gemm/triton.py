@@ -1,6 +1,6 @@
 """One launch for all products of a group, addresses in a table; equal to ``reference.py`` but for the order of sums."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.grouped_quantize.triton import constants_of_groups, group_of
-from megatron_lowprec.kernels.launch import launch
+from megatron_lowprec.kernels.launch import aligned, launch
 from megatron_lowprec.kernels.matrices import addresses_of, units_of
 from megatron_lowprec.kernels.tuning import Tuned
 
@@ -177,7 +177,7 @@ def grouped_gemm(
         launch(
             _grouped_gemm_kernel,
             tiles * -(-N // tiling.BN),
-            (a, out, on_device, T, N, K, alpha),
+            (aligned(a), out, on_device, T, N, K, alpha),
             constants,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
@@ -217,17 +217,29 @@ def grouped_wgrad_(
         launch(
             _grouped_wgrad_kernel,
             len(totals) * -(-M // tiling.BM) * -(-N // tiling.BN),
-            (a, b, on_device, M, N, alpha),
+            (aligned(a), aligned(b), on_device, M, N, alpha),
             constants,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
         )
 
+    tuned = _tuned(f"grouped weight gradient [{M}, {N}]", a.dtype)
+    run_in_place(run, tuned, a, totals, overwrite)
+
+
+def run_in_place(
+    run: Callable[[Tiling, np.ndarray, Sequence[bool]], None],
+    tuned: Tuned[Tiling],
+    a: torch.Tensor,
+    totals: Sequence[torch.Tensor],
+    overwrite: Sequence[bool],
+) -> None:
+    """``run`` with the tiling of an operand a, the addresses of ``totals`` and ``overwrite``."""
+
     def measure(tiling: Tiling) -> None:
         # Measuring must not add to the gradients. The tensor lives until the launch is queued: memory freed before
         # would be the table's, and the kernel would overwrite the addresses that it reads.
-        scratch = torch.empty_like(first)
+        scratch = torch.empty_like(totals[0])
         run(tiling, np.full(len(totals), scratch.data_ptr()), [True] * len(totals))
 
-    tiling = _tuned(f"grouped weight gradient [{M}, {N}]", a.dtype).choose(a.numel(), measure, a.device)
-    run(tiling, addresses_of(totals), overwrite)
+    run(tuned.choose(a.numel(), measure, a.device), addresses_of(totals), overwrite)

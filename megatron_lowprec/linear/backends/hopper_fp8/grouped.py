@@ -13,12 +13,11 @@ from megatron_lowprec.linear.backends.grouped_protocol import GroupedBackend, Gr
 from megatron_lowprec.linear.backends.hopper_fp8.dense import HopperFp8Gemms, rule_of
 from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.backends.resolved import LayerBackends
-from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.amax_history import cells_of
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
 _BLOCK = 128
 _BLOCKS = {"input": "1x128", "weight": "128x128", "grad_output": "1x128"}
@@ -36,6 +35,7 @@ class GroupedHopperFp8Gemms(GroupedBackend):
     def __init__(self, experts: Sequence[LayerBackends], name: str) -> None:
         super().__init__(experts, name)
         self._first = cast(HopperFp8Gemms, experts[0].built(name))
+        self._specs = self._first.specs
 
     def why_not(self, gemm: str, weight: torch.Tensor) -> str | None:
         """As ``GroupedBackend``."""
@@ -51,14 +51,14 @@ class GroupedHopperFp8Gemms(GroupedBackend):
 
     def fuses_directions(self, tensor: str) -> bool:
         """As ``GroupedBackend``: where both GEMMs have one spec."""
-        return self._spec(tensor) == self._spec(tensor, columnwise=True)
+        return self._specs.get((tensor, False)) == self._specs.get((tensor, True))
 
     def quantize(
         self, tensor: str, matrix: torch.Tensor, tokens: Sequence[int], rng_step: RngStep, request: CastRequest
     ) -> GroupOperands:
         """As ``GroupedBackend``; rows padded."""
         rowwise, columnwise = request.rowwise, request.columnwise
-        spec, experts = self._spec(tensor, columnwise=not rowwise), Matrices(matrix, tokens)
+        spec, experts = self._specs[tensor, not rowwise], Matrices(matrix, tokens)
         if spec.granularity != "row":
             return self._cast(tensor, experts, rowwise, columnwise, request.update_amax)
         padded = load("grouped_fp8_gemm").pad_groups(matrix, tokens) if rowwise else None
@@ -79,7 +79,7 @@ class GroupedHopperFp8Gemms(GroupedBackend):
         primary = [weight for weight in weights.kinds if isinstance(weight, Fp8Weight)]
         if primary:
             return _primary_weights(primary, columnwise)
-        if self._spec("weight", columnwise).granularity == "128x128":
+        if self._specs["weight", columnwise].granularity == "128x128":
             data, scale = self._weight_blocks(weights, columnwise)
         else:
             data, scale = self._weight_tensors(weights, columnwise, update_amax)
@@ -93,7 +93,7 @@ class GroupedHopperFp8Gemms(GroupedBackend):
             *rows,
             *weights,
             tokens,
-            granularity=self._spec("input").granularity if name == "fprop" else self._spec("grad_output").granularity,
+            granularity=self._specs["input" if name == "fprop" else "grad_output", False].granularity,
             out_dtype=out_dtype,
             fast_accumulation=self._first.fast_accumulation[name],
         )
@@ -113,7 +113,7 @@ class GroupedHopperFp8Gemms(GroupedBackend):
             *x,
             tokens,
             totals,
-            granularity=self._spec("grad_output", columnwise=True).granularity,
+            granularity=self._specs["grad_output", True].granularity,
             overwrite=overwrite,
             fast_accumulation=self._first.fast_accumulation["wgrad"],
         )
@@ -121,10 +121,10 @@ class GroupedHopperFp8Gemms(GroupedBackend):
     def _weight_tensors(self, weights: Matrices, columnwise: bool, update_amax: bool) -> Codes:
         """With a scale per expert or row; padding adds rows that no product has, or columns beyond K."""
         experts, rows = len(weights), weights[0].shape[0]
-        if self._spec("weight", columnwise).granularity == "row" and not columnwise:
+        if self._specs["weight", columnwise].granularity == "row" and not columnwise:
             data, scale = cast(Codes, self._cast_rows("weight", weights.joined()))
             return data.unflatten(0, (experts, -1)), scale.view(experts, -1)
-        if self._spec("weight", columnwise).granularity == "row":
+        if self._specs["weight", columnwise].granularity == "row":
             data, scale = cast(Codes, self._cast_columns("weight", weights))
         else:
             operand = self._cast("weight", weights, not columnwise, columnwise, update_amax)[columnwise]
@@ -152,12 +152,12 @@ class GroupedHopperFp8Gemms(GroupedBackend):
         reduce = self._first.reductions[tensor, False]
         if reduce is not None:
             amax[: matrix.shape[0]] = reduce(amax[: matrix.shape[0]])
-        found = casts.cast_fp8(matrix, rule_of(self._spec(tensor)), rowwise=True, columnwise=False, amax=amax)
+        found = casts.cast_fp8(matrix, rule_of(self._specs[tensor, False]), rowwise=True, columnwise=False, amax=amax)
         return GroupOperand(found.rowwise_data, found.rowwise_scale)
 
     def _cast_columns(self, tensor: str, sources: Matrices) -> GroupOperand:
         """Columnwise codes, with a scale for each column of each expert."""
-        rule, reduce = rule_of(self._spec(tensor, columnwise=True)), self._first.reductions[tensor, True]
+        rule, reduce = rule_of(self._specs[tensor, True]), self._first.reductions[tensor, True]
         cast_fp8_groups = load("grouped_cast_fp8").cast_fp8_groups
         found = cast_fp8_groups(sources, rule, reduce_amax=reduce, rowwise=False, columnwise=True)
         return GroupOperand(found.columnwise_data, found.columnwise_scale)
@@ -166,7 +166,7 @@ class GroupedHopperFp8Gemms(GroupedBackend):
         self, tensor: str, sources: Matrices, rowwise: bool, columnwise: bool, update_amax: bool
     ) -> GroupOperands:
         """Rowwise and columnwise codes of each expert's tensor, with a scale each or block scales."""
-        spec, amaxes = self._spec(tensor, columnwise=not rowwise), dict[str, Any]()
+        spec, amaxes = self._specs[tensor, not rowwise], dict[str, Any]()
         if spec.scaling == "delayed":
             amaxes["amax"], newest = cells_of(self._histories(tensor))
             amaxes["observed"] = newest if update_amax else None
@@ -177,10 +177,6 @@ class GroupedHopperFp8Gemms(GroupedBackend):
         return GroupOperands(
             GroupOperand(*found[:2]) if rowwise else None, GroupOperand(*found[2:4]) if columnwise else None
         )
-
-    def _spec(self, tensor: str, columnwise: bool = False) -> QuantSpec:
-        spec: QuantSpec = getattr(getattr(self._recipe, SIDES[tensor][columnwise]), tensor)
-        return spec
 
 
 def _primary_weights(weights: Sequence[Fp8Weight], columnwise: bool) -> GroupOperand:

@@ -21,6 +21,45 @@ from megatron_lowprec.kernels.cast_fp8.triton_ops import (
 
 
 @triton.jit
+def cast_tile(
+    source,
+    row_ptr,
+    row_scale_ptr,
+    col_ptr,
+    col_scale_ptr,
+    amax_ptr,
+    observed_ptr,
+    sums_ptr,
+    tile_m,
+    tile_n,
+    M,
+    height,
+    padded_M,
+    N,
+    stride,
+    CAST: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Codes and scales in the directions of ``CAST``."""
+    # one scale for the tile: its codes serve both directions
+    ONE: tl.constexpr = CAST.GRANULARITY == TENSOR or CAST.GRANULARITY == BLOCK_128X128
+    if CAST.ALONG_ROWS and not ONE:
+        cast_rows(
+            source, row_ptr, row_scale_ptr, amax_ptr, observed_ptr, sums_ptr,
+            tile_m, tile_n, M, height, N, stride, CAST, BM, BN, ROWS
+        )  # fmt: skip
+    if CAST.ALONG_COLUMNS or ONE:
+        # after cast_rows this reads the tile from the cache
+        cast_words(
+            source, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, observed_ptr, sums_ptr,
+            tile_m, tile_n, M, height, padded_M, N, stride, CAST, BM, BN, COLUMNS
+        )  # fmt: skip
+
+
+@triton.jit
 def cast_rows(
     source,
     row_ptr,

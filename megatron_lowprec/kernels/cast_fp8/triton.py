@@ -24,9 +24,8 @@ from megatron_lowprec.kernels.cast_fp8.prologue import (
     prologue_of,
 )
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule, Layouts
-from megatron_lowprec.kernels.cast_fp8.tiles import cast_rows, cast_words
+from megatron_lowprec.kernels.cast_fp8.tiles import cast_tile
 from megatron_lowprec.kernels.cast_fp8.triton_amax import amax_of, source_of_vector_amaxes, vector_amaxes_launch
-from megatron_lowprec.kernels.cast_fp8.triton_ops import BLOCK_128X128, TENSOR
 from megatron_lowprec.kernels.launch import EMPTY, MOST_LAYOUTS, Specialized
 from megatron_lowprec.kernels.planned_launch import Launch, Plan, fields, named, with_warps
 from megatron_lowprec.kernels.tuning import LARGE_ENOUGH, Tuned, tunes
@@ -63,19 +62,10 @@ def _cast_kernel(
     source = (x_ptr, second_ptr, third_ptr, fourth_ptr, threshold, keep_scale)
     tiles_n = tl.cdiv(N, BN)
     tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
-    # one scale for the tile: its codes serve both directions
-    ONE: tl.constexpr = CAST.GRANULARITY == TENSOR or CAST.GRANULARITY == BLOCK_128X128
-    if CAST.ALONG_ROWS and not ONE:
-        cast_rows(
-            source, row_ptr, row_scale_ptr, amax_ptr, observed_ptr, sums_ptr,
-            tile_m, tile_n, M, height, N, stride, CAST, BM, BN, ROWS
-        )  # fmt: skip
-    if CAST.ALONG_COLUMNS or ONE:
-        # after cast_rows this reads the tile from the cache
-        cast_words(
-            source, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, observed_ptr, sums_ptr,
-            tile_m, tile_n, M, height, padded_M, N, stride, CAST, BM, BN, COLUMNS
-        )  # fmt: skip
+    cast_tile(
+        source, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, observed_ptr, sums_ptr,
+        tile_m, tile_n, M, height, padded_M, N, stride, CAST, BM, BN, ROWS, COLUMNS
+    )  # fmt: skip
 
 
 @triton.jit
@@ -287,7 +277,7 @@ class Tiling(NamedTuple):
     part_columns: int = 0
 
     def constants(self) -> dict[str, int]:
-        """The constexpr parameters of a kernel with ``cast_rows`` and ``cast_words``."""
+        """The constexpr parameters of a kernel with ``cast_tile``."""
         return {
             "BM": self.rows,
             "BN": self.columns,

@@ -10,9 +10,9 @@ import triton.language as tl
 from megatron_lowprec.kernels.amax.triton_ops import amax_along
 from megatron_lowprec.kernels.cast_fp8.prologue import KINDS
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule
-from megatron_lowprec.kernels.cast_fp8.tiles import cast_rows, cast_words
+from megatron_lowprec.kernels.cast_fp8.tiles import cast_tile
 from megatron_lowprec.kernels.cast_fp8.triton import Tiling, tilings_of
-from megatron_lowprec.kernels.cast_fp8.triton_ops import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR
+from megatron_lowprec.kernels.cast_fp8.triton_ops import BLOCK_1X128, BLOCK_128X128, ROW
 from megatron_lowprec.kernels.grouped_cast_fp8 import reference
 from megatron_lowprec.kernels.grouped_quantize.triton import constants_of_groups, group_of
 from megatron_lowprec.kernels.launch import launch
@@ -91,22 +91,15 @@ def _cast_groups_kernel(
         col_scale_ptr += first // _BLOCK
     elif CAST.GRANULARITY == ROW:
         col_scale_ptr += matrix.to(tl.int64) * N
-        amax_ptr -= M  # ``cast_words`` expects amaxes of rows before those of columns
+        amax_ptr -= M  # ``cast_tile`` expects amaxes of rows before those of columns
     else:
         row_scale_ptr += matrix
         col_scale_ptr += matrix
     source = (x_ptr, x_ptr, x_ptr, x_ptr, 0, 1.0)
-    ONE: tl.constexpr = CAST.GRANULARITY == TENSOR or CAST.GRANULARITY == BLOCK_128X128
-    if CAST.ALONG_ROWS and not ONE:
-        cast_rows(
-            source, row_ptr, row_scale_ptr, amax_ptr, observed_ptr, amax_ptr,
-            tile_m, tile_n, M, padded, N, N, CAST, BM, BN, ROWS
-        )  # fmt: skip
-    if CAST.ALONG_COLUMNS or ONE:
-        cast_words(
-            source, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, observed_ptr, amax_ptr,
-            tile_m, tile_n, M, padded, padded, N, N, CAST, BM, BN, COLUMNS
-        )  # fmt: skip
+    cast_tile(
+        source, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, observed_ptr, amax_ptr,
+        tile_m, tile_n, M, padded, padded, N, N, CAST, BM, BN, ROWS, COLUMNS
+    )  # fmt: skip
 
 
 class _Kernel:

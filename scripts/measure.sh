@@ -207,11 +207,13 @@ peaks() {
             done
         done
     done
-    for name in "$out"/peaks/*; do
-        [ -d "$name" ] || continue # of a dry run
-        model=$(basename "$name") model=${model%-*}
-        run python tools/run_logs.py "$name" --sequence "${sequence[$model]}" --gpus "${models[$model]%% *}" \
-            --baseline bf16 --out "$out/peaks-$(basename "$name").json" || failed=1
+    for model in 6.7b 1.3b; do
+        for count in 16 1; do
+            name=peaks/$model-$count
+            [ -n "$dry" ] || [ -d "$out/$name" ] || continue # too few GPUs
+            run python tools/run_logs.py "$out/$name" --sequence "${sequence[$model]}" --gpus "${models[$model]%% *}" \
+                --baseline bf16 --out "$out/${name/\//-}.json" || failed=1
+        done
     done
     return $failed
 }

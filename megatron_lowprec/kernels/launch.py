@@ -31,11 +31,6 @@ def specialized_on(arguments: tuple[Any, ...]) -> Hashable:
     )
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it that begins at a multiple of 16 bytes, where a tensor descriptor has to."""
-    return x.clone() if x.data_ptr() % 16 else x
-
-
 def launch(
     kernel: Any,
     programs: int | tuple[int, int],

@@ -29,6 +29,12 @@ def addresses_of(tensors: Sequence[torch.Tensor] | torch.Tensor) -> np.ndarray:
     return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
 
 
+def aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, contiguous and from a multiple of 16 bytes on, as kernels of groups read it; a copy if it is not."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 class Matrices(Sequence[torch.Tensor]):
     """Matrices [M, N] of one N: tensors of their own, or parts of one tensor, which are made when read.
 

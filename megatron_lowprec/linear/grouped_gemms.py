@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_lowprec.kernels.dispatch import fuses
-from megatron_lowprec.kernels.matrices import Matrices
+from megatron_lowprec.kernels.matrices import Matrices, aligned_rows
 from megatron_lowprec.linear.backends.grouped_protocol import (
     GroupedBackend,
     GroupOperand,
@@ -171,7 +171,7 @@ class GroupedLinearGemms:
             if isinstance(x_TI, QuantizedTensor):
                 operand = backend.from_codes(x_TI, tokens)
             else:
-                x_TI = x_TI.contiguous()
+                x_TI = aligned_rows(x_TI)
                 both = save_input and self._supported("wgrad", weights[0]) is backend
                 request = CastRequest(True, both and backend.fuses_directions("input"), update_amax)
                 rowwise, for_wgrad = backend.quantize("input", x_TI, tokens, rng_step, request)
@@ -219,7 +219,7 @@ class GroupedLinearGemms:
         whole = saved.x is not None or not has_dw
         backend = self._backend("wgrad", dy_TO, weights, update_amax) if whole else None
         if backend is not None:
-            dy_TO, dy, x = dy_TO.contiguous(), GroupOperands(), saved.operand()
+            dy_TO, dy, x = aligned_rows(dy_TO), GroupOperands(), saved.operand()
             one_cast = backend.fuses_directions("grad_output")
             rowwise, dx = has_dx and codes is None, None
             if one_cast and (rowwise or has_dw):
@@ -241,7 +241,7 @@ class GroupedLinearGemms:
                 by_column = backend.quantize("grad_output", dy_TO, tokens, rng_step, request).columnwise
             if x is None:  # fprop by the same spec has recorded its amax
                 request = CastRequest(False, True, update_amax and not self.experts[0].backends.one_spec["input"])
-                x = backend.quantize("input", saved.x.contiguous(), tokens, rng_step, request).columnwise
+                x = backend.quantize("input", aligned_rows(saved.x), tokens, rng_step, request).columnwise
             totals, overwrite = self._totals(accumulate_into, weights, out)
             backend.wgrad(_present(by_column), _present(x), tokens, totals, overwrite)
             return dx, totals

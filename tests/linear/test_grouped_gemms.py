@@ -214,15 +214,8 @@ def test_grouped_fp8_gemms_compute_what_the_loop_does(name: str, accumulates: bo
 
 
 @pytest.mark.parametrize("accumulates", [True, False])
-@pytest.mark.parametrize(
-    ("name", "cast"),
-    [
-        ("fp8_blockwise", "cast_fp8"),
-        ("fp8_current", "grouped_cast_fp8"),
-        ("fp8_delayed", "grouped_cast_fp8"),
-    ],
-)
-def test_grouped_gemms_take_the_codes_of_fp8_primary_weights(name: str, cast: str, accumulates: bool) -> None:
+@pytest.mark.parametrize("name", ["fp8_blockwise", "fp8_current", "fp8_delayed"])
+def test_grouped_gemms_take_the_codes_of_fp8_primary_weights(name: str, accumulates: bool) -> None:
     want = passes(name, accumulates, primary=True)
     with grouped_ops("sm90") as taken:
         got = passes(name, accumulates, primary=True)
@@ -447,3 +440,23 @@ def test_calls_of_a_layer_do_not_grow_with_its_experts(name: str, most: int, mon
                 sys.setprofile(None)
         found.append(len(calls))
     assert 200 < found[0] == found[1] <= most, found
+
+
+def test_kernels_get_rows_from_a_multiple_of_16_bytes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor descriptors begin there; a view of tokens may not."""
+    found: list[int] = []
+    quantize = grouped_hopper_fp8.GroupedHopperFp8Gemms.quantize
+
+    def spy(self: Any, tensor: str, matrix: torch.Tensor, *args: Any) -> Any:
+        found.append(matrix.data_ptr() % 16)
+        return quantize(self, tensor, matrix, *args)
+
+    monkeypatch.setattr(grouped_hopper_fp8.GroupedHopperFp8Gemms, "quantize", spy)
+    group = GroupedLinearGemms([LinearGemms(load_recipe("fp8_current"), LinearId(0, "fc1"), 0, AmaxHistory)] * 2)
+    weight, tokens = torch.ones(2, OUT, IN).bfloat16(), [3, 2]
+    x, dy = (torch.ones(5 * size + 1).bfloat16()[1:].view(5, size) for size in (IN, OUT))
+    assert x.data_ptr() % 16
+    with grouped_ops("sm90"):
+        _, saved = group.forward(x, tokens, weight, STEP, save_input=True)
+        group.backward(dy, tokens, saved, STEP, [None] * 2, out=torch.empty_like(weight))
+    assert found == [0, 0]

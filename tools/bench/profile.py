@@ -39,7 +39,7 @@ KINDS: dict[str, str] = {
     "rope": "rope",
     "loss": "logit|cross_entropy|softmax",
     "FP8-LM's gradients": "_gradient_",
-    "casts": "cast|quantize|amax|transpose|codes|_mx_kernel|_pad_groups|_scale_of_groups|_packed|_signs|_stats",
+    "casts": "cast|quantize|amax|transpose|codes|_mx_kernel|_pad_groups|_packed|_signs|_stats",
     "copies": "memcpy|memset|copy|catarray|fillfunctor",
     "elementwise": "elementwise|reduce_kernel|functor|indexing|index",
 }

@@ -46,19 +46,20 @@ def cast_fp8_groups(
 ) -> Fp8Cast:
     """Rowwise data, columnwise data or both of all matrices, one after the other, padded to whole blocks of 128 rows.
 
-    Padding is zeros. With blocks, data and scales are those of the padded rows as one matrix. The decode scales of a
-    tensor are [groups], those of columns [groups, N]; a matrix without rows has 1.
+    Padding is zeros, times the matrix's scales. With blocks, data and scales are those of the padded rows as one
+    matrix. The decode scales of a tensor are [groups], those of columns [groups, N]; a matrix without rows has 1.
 
     Args:
-        sources: [M, N] each, bf16, contiguous; N a multiple of 16, of 128 with blocks; any M, also 0.
+        sources: [M, N] each, bf16, contiguous; N a multiple of 16, of 128 with blocks; any M, also 0, but not
+            for all; each begins at a multiple of 16 bytes.
         rule: granularity "tensor", "1x128" or "128x128"; or "row", for columnwise data only.
         amax: of each, from which its scales follow: fp32 [1], or [N] of its columns for "row"; or one tensor of all;
             None for ``amax_of_groups``, and with blocks.
         reduce_amax: returns the maximum over ranks of an amax that was None.
         observed: fp32 [1] of each, raised to the amax of its matrix if that is not empty, NaN as Inf; None with blocks.
     """
+    padded = [pad(source, (0, 0, 0, -source.shape[0] % BLOCK)) for source in sources]
     if rule.granularity in BLOCKS:
-        padded = [pad(source, (0, 0, 0, -source.shape[0] % BLOCK)) for source in sources]
         return reference.cast_fp8(torch.cat(padded), rule, rowwise=rowwise, columnwise=columnwise)
     of_columns = rule.granularity == "row"
     if amax is None:
@@ -69,30 +70,30 @@ def cast_fp8_groups(
     if isinstance(observed, torch.Tensor):
         observed = observed.split(1)
     by_rows, by_columns = [], []
-    for i, source in enumerate(sources):
+    for i, source in enumerate(padded):
         if not source.numel():
             continue
         cast = reference.cast_fp8(
             source,
             rule,
-            rowwise=not of_columns,
-            columnwise=of_columns,
+            rowwise=rowwise,
+            columnwise=columnwise,
             amax=torch.cat((amax[i].new_zeros(source.shape[0]), amax[i])) if of_columns else amax[i],
             observed=None if observed is None else observed[i],
         )
-        data = cast.columnwise_data if of_columns else cast.rowwise_data
-        assert data is not None
-        codes = data.view(torch.uint8).t()[: source.shape[0]] if of_columns else data.view(torch.uint8)
-        codes = pad(codes, (0, 0, 0, -source.shape[0] % BLOCK))
-        by_rows.append(codes.view(rule.dtype))
-        by_columns.append(codes.t().contiguous().view(rule.dtype))
-    join = torch.stack if of_columns else torch.cat
-    used = [each if source.numel() else torch.zeros_like(each) for source, each in zip(sources, amax, strict=True)]
-    scale = 1 / fp32_encode_scale(join(used), rule.fmt, rule.scale_rule, rule.amax_floor, rule.margin)
+        by_rows.append(cast.rowwise_data)
+        by_columns.append(cast.columnwise_data)
+    amaxes = (torch.stack if of_columns else torch.cat)(list(amax))
+    scale = 1 / fp32_encode_scale(amaxes, rule.fmt, rule.scale_rule, rule.amax_floor, rule.margin)
     scale[[not source.numel() for source in sources]] = 1
     return Fp8Cast(
-        torch.cat(by_rows) if rowwise else None,
+        _joined(by_rows, 0) if rowwise else None,
         scale if rowwise else None,
-        torch.cat([codes.view(torch.uint8) for codes in by_columns], dim=1).view(rule.dtype) if columnwise else None,
+        _joined(by_columns, 1) if columnwise else None,
         scale if columnwise else None,
     )
+
+
+def _joined(codes: Sequence[torch.Tensor | None], dim: int) -> torch.Tensor:
+    parts = [part for part in codes if part is not None]
+    return torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)

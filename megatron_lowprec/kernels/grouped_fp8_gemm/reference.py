@@ -41,8 +41,8 @@ def grouped_fp8_gemm(
     Args:
         a: FP8 [padded T, K], rows of ``pad_groups``; K a multiple of 16, of 128 with blocks.
         a_scale: fp32 decode scales: "tensor" [groups]; "row" [padded T, 1]; "1x128" [padded T, K / 128], any strides.
-        b: FP8 [N, K] of each group, of equal strides, the last dimension contiguous; each begins at a multiple of 16
-            bytes.
+        b: FP8 [N, K] of each group, of equal strides, the last dimension contiguous; addresses of rows are multiples of
+            16 bytes.
         b_scale: fp32 decode scales: [groups]; for "row" [groups, N]; for "1x128" those of 128x128 blocks, [groups,
             N / 128, K / 128 or more], the last contiguous.
         rows: rows of each group before padding; their sum is T.

@@ -12,7 +12,7 @@ from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.grouped_cast_fp8.reference import BLOCK
 from megatron_lowprec.kernels.grouped_gemm.triton import Tiling, run_in_place
 from megatron_lowprec.kernels.grouped_quantize.triton import constants_of_groups, group_of
-from megatron_lowprec.kernels.launch import aligned, launch
+from megatron_lowprec.kernels.launch import launch
 from megatron_lowprec.kernels.matrices import addresses_of, units_of
 from megatron_lowprec.kernels.tuning import Tuned
 
@@ -90,7 +90,7 @@ def _grouped_fp8_gemm_kernel(
     at_m, at_n = tl.arange(0, BM), tl.arange(0, BN)
     in_n = first_n + at_n < N
     group = matrix.to(tl.int64)
-    b_ptr = tl.load(table_ptr + 4 * GROUPS + matrix).to(tl.pointer_type(ELEMENT))
+    b_ptr = tl.multiple_of(tl.load(table_ptr + 4 * GROUPS + matrix).to(tl.pointer_type(ELEMENT)), 16)
     # zeros beyond K and the last row; rows of the next group, whose products are not stored
     a = tl.make_tensor_descriptor(a_ptr, [tokens, K], [K, 1], [BM, _BLOCK])
     b = tl.make_tensor_descriptor(b_ptr, [N, K], [b_n, 1], [BN, _BLOCK])
@@ -193,13 +193,14 @@ def _tuned(name: str, fast: bool) -> Tuned[Tiling]:
 
 def pad_groups(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """As the reference."""
-    blocks = units_of(tuple(rows), BLOCK)[2]
+    (count, first_row, _), (_, first_block, blocks) = (units_of(tuple(rows), size) for size in (1, BLOCK))
     if blocks * BLOCK == x.shape[0]:
         return x
+    table = torch.from_numpy(np.array((count, first_block * BLOCK, first_row, first_block)))
     out = torch.empty((blocks * BLOCK, x.shape[1]), dtype=x.dtype, device=x.device)
     grid = (blocks, -(-x.shape[1] // 64))
     constants = {**constants_of_groups(len(rows)), "BN": 64}
-    launch(_pad_groups_kernel, grid, (x, out, _table(rows, x.device), x.shape[1]), constants)
+    launch(_pad_groups_kernel, grid, (x, out, table.to(x.device, non_blocking=True), x.shape[1]), constants)
     return out
 
 
@@ -225,7 +226,7 @@ def grouped_fp8_gemm(
         _, first_tile, tiles = units_of(rows, tiling.BM)
         table = np.array((count, padded_row, first_row, first_tile, addresses))
         arguments = (
-            *(aligned(a), a_scale, b_scale, out),
+            *(a, a_scale, b_scale, out),
             torch.from_numpy(table).to(a.device, non_blocking=True),
             *(a.shape[0], N, K),
             *(a_scale.stride() if blocks else (0, 0)),
@@ -270,7 +271,7 @@ def grouped_fp8_wgrad_(
     def run(tiling: Tiling, addresses: np.ndarray, overwrites: Sequence[bool]) -> None:
         table = np.array((addresses, blocks, first_block, overwrites), dtype=np.int64)
         arguments = (
-            *(aligned(a), a_scale, aligned(b), b_scale),
+            *(a, a_scale, b, b_scale),
             torch.from_numpy(table).to(a.device, non_blocking=True),
             *(M, N, tokens),
             *(a_scale.stride() if of_blocks else (0, 0)),
@@ -293,10 +294,3 @@ def grouped_fp8_wgrad_(
 
     tuned = _tuned(f"grouped FP8 weight gradient [{M}, {N}], {granularity} scales", fast)
     run_in_place(run, tuned, a, totals, overwrite)
-
-
-def _table(rows: Sequence[int], device: torch.device, *more: np.ndarray) -> torch.Tensor:
-    """Rows, first padded row, first row and first block of each group, then ``more``."""
-    (count, first_row, _), (_, first_block, _) = (units_of(tuple(rows), size) for size in (1, BLOCK))
-    table = np.array((count, first_block * BLOCK, first_row, first_block, *more))
-    return torch.from_numpy(table).to(device, non_blocking=True)

@@ -18,7 +18,7 @@ def grouped_gemm(
     """``alpha * a @ b.T`` of each group's rows of a, [T, N], summed in fp32 and rounded once.
 
     Args:
-        a: bf16 [T, K], contiguous, sorted by group.
+        a: bf16 [T, K], as ``aligned_rows`` returns it, sorted by group.
         b: bf16 [N, K] of each group, of one layout: contiguous, or a transposed view of a contiguous matrix. N and K
             are multiples of 8, and each begins at a multiple of 16 bytes.
         rows: rows of each group; their sum is T.
@@ -44,7 +44,7 @@ def grouped_wgrad_(
     """``total += alpha * a.T @ b`` over each group's rows, in fp32; written instead of added where ``overwrite``.
 
     Args:
-        a: bf16 [T, M], contiguous, sorted by group; M and N are multiples of 8.
+        a: bf16 [T, M], as ``aligned_rows`` returns it, sorted by group; M and N are multiples of 8.
         b: bf16 [T, N], likewise.
         rows: rows of each group, also 0; their sum is T.
         alpha: as in ``grouped_gemm``.

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.grouped_quantize.triton import constants_of_groups, group_of
-from megatron_lowprec.kernels.launch import aligned, launch
+from megatron_lowprec.kernels.launch import launch
 from megatron_lowprec.kernels.matrices import addresses_of, units_of
 from megatron_lowprec.kernels.tuning import Tuned
 
@@ -30,11 +30,12 @@ class Tiling(NamedTuple):
 # A tile changes no sum: the terms of an output are added in the order of k. Stages of fp32 take twice the memory.
 TILINGS = {
     torch.bfloat16: (
-        Tiling(128, 128, 64, 4, 4),
+        Tiling(128, 128, 64, 8, 4),
         Tiling(128, 256, 64, 8, 3),
         Tiling(128, 256, 64, 8, 4),
         Tiling(256, 128, 64, 8, 3),
-        Tiling(256, 128, 64, 8, 4),
+        Tiling(128, 128, 64, 4, 4),
+        Tiling(64, 256, 64, 4, 4),
     ),
     torch.float32: (Tiling(128, 128, 32, 8, 3),),
 }
@@ -45,13 +46,14 @@ def _grouped_gemm_kernel(
     a_ptr,
     out_ptr,
     table_ptr,
-    T,
     N,
     K,
+    stride_n,
+    stride_k,
     alpha,
     ALPHAS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
     ELEMENT: tl.constexpr,
+    EVEN: tl.constexpr,
     GROUPS: tl.constexpr,
     PADDED: tl.constexpr,
     BM: tl.constexpr,
@@ -60,33 +62,39 @@ def _grouped_gemm_kernel(
 ):
     """Table, int64 [4, GROUPS]: address of b, rows, first row, first tile.
 
-    ALPHAS: ``alpha`` points to one a group. TRANSPOSED: b is [K, N] in memory, not [N, K].
+    ALPHAS: ``alpha`` points to one a group. EVEN: N and K are multiples of the tile's.
     """
     tiles_n = tl.cdiv(N, BN)
     row_tile = tl.program_id(0) // tiles_n
     matrix = group_of(table_ptr + 3 * GROUPS, row_tile, GROUPS, PADDED)
-    b_ptr = tl.load(table_ptr + matrix).to(tl.pointer_type(ELEMENT))
+    b_ptr = tl.multiple_of(tl.load(table_ptr + matrix).to(tl.pointer_type(ELEMENT)), 16)
     first_m = (row_tile - tl.load(table_ptr + 3 * GROUPS + matrix).to(tl.int32)) * BM
     first_n = (tl.program_id(0) % tiles_n) * BN
-    first_row = tl.load(table_ptr + 2 * GROUPS + matrix).to(tl.int32) + first_m
-    # The last tile of a group reads rows of the next one, and stores none of their products.
-    a = tl.make_tensor_descriptor(a_ptr, [T, K], [K, 1], [BM, BK])
-    if TRANSPOSED:
-        b = tl.make_tensor_descriptor(b_ptr, [K, N], [N, 1], [BK, BN])
-    else:
-        b = tl.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BN, BK])
+    M = tl.load(table_ptr + GROUPS + matrix).to(tl.int32) - first_m
+    first_row = tl.load(table_ptr + 2 * GROUPS + matrix) + first_m
+    m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    # 64-bit addresses of tiles, 32-bit offsets inside
+    a_tile = a_ptr + first_row * K
+    b_tile = b_ptr + first_n.to(tl.int64) * stride_n
+    a_offsets = m[:, None] * K + k[None, :]
+    b_offsets = n[None, :] * stride_n + k[:, None] * stride_k
     total = tl.zeros([BM, BN], tl.float32)
-    for k in range(0, K, BK):
-        own = a.load([first_row, k])
-        other = b.load([k, first_n]) if TRANSPOSED else tl.trans(b.load([first_n, k]))
-        total = tl.dot(own, other, total)
+    for first in range(0, K, BK):
+        if EVEN:
+            a = tl.load(a_tile + a_offsets, mask=(m < M)[:, None], other=0.0)
+            b = tl.load(b_tile + b_offsets)
+        else:
+            inside = first + k < K
+            a = tl.load(a_tile + a_offsets, mask=(m < M)[:, None] & inside[None, :], other=0.0)
+            b = tl.load(b_tile + b_offsets, mask=(first_n + n < N)[None, :] & inside[:, None], other=0.0)
+        total = tl.dot(a, b, total)
+        a_tile += BK
+        b_tile += BK * stride_k
     if ALPHAS:
         alpha = tl.load(alpha + matrix)
     out = (total * alpha).to(out_ptr.dtype.element_ty)
-    m, n = tl.arange(0, BM), tl.arange(0, BN)
-    inside = (first_m + m < tl.load(table_ptr + GROUPS + matrix))[:, None] & (first_n + n < N)[None, :]
-    out_tile = out_ptr + first_row.to(tl.int64) * N + first_n
-    tl.store(out_tile + m[:, None] * N + n[None, :], out, mask=inside)
+    out_tile = out_ptr + first_row * N + first_n
+    tl.store(out_tile + m[:, None] * N + n[None, :], out, mask=(m < M)[:, None] & (first_n + n < N)[None, :])
 
 
 @triton.jit
@@ -122,8 +130,8 @@ def _grouped_wgrad_kernel(
     first_row = tl.load(table_ptr + 2 * GROUPS + matrix)
     first_m, first_n = (tile // tiles_n) * BM, (tile % tiles_n) * BN
     # zeros beyond the group's rows
-    a = tl.make_tensor_descriptor(a_ptr + first_row * M, [rows, M], [M, 1], [BK, BM])
-    b = tl.make_tensor_descriptor(b_ptr + first_row * N, [rows, N], [N, 1], [BK, BN])
+    a = tl.make_tensor_descriptor(tl.multiple_of(a_ptr + first_row * M, 16), [rows, M], [M, 1], [BK, BM])
+    b = tl.make_tensor_descriptor(tl.multiple_of(b_ptr + first_row * N, 16), [rows, N], [N, 1], [BK, BN])
     product = tl.zeros([BM, BN], tl.float32)
     for k in range(0, rows, BK):
         product = tl.dot(tl.trans(a.load([k, first_m])), b.load([k, first_n]), product)
@@ -167,8 +175,8 @@ def grouped_gemm(
         on_device = torch.from_numpy(table).to(device, non_blocking=True)
         constants = {
             "ALPHAS": isinstance(alpha, torch.Tensor),
-            "TRANSPOSED": strides[1] != 1,
             "ELEMENT": _DTYPES[a.dtype],
+            "EVEN": N % tiling.BN == 0 and K % tiling.BK == 0,
             **constants_of_groups(len(b)),
             "BM": tiling.BM,
             "BN": tiling.BN,
@@ -177,7 +185,7 @@ def grouped_gemm(
         launch(
             _grouped_gemm_kernel,
             tiles * -(-N // tiling.BN),
-            (aligned(a), out, on_device, T, N, K, alpha),
+            (a, out, on_device, N, K, *strides, alpha),
             constants,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
@@ -217,7 +225,7 @@ def grouped_wgrad_(
         launch(
             _grouped_wgrad_kernel,
             len(totals) * -(-M // tiling.BM) * -(-N // tiling.BN),
-            (aligned(a), aligned(b), on_device, M, N, alpha),
+            (a, b, on_device, M, N, alpha),
             constants,
             num_warps=tiling.warps,
             num_stages=tiling.stages,

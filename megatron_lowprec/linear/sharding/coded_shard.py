@@ -121,10 +121,9 @@ class CodedShard(WeightShard):
 
     def receive(self, gathered: torch.Tensor, backward: bool, out: Any) -> Any:
         """As ``WeightShard``; codes are unpacked for each GEMM, since FSDP2 frees only what it gathered."""
+        # FSDP2's stream has made them: it must not write there before this one has read
         for scale in self._tensor_scales.values():
-            if (
-                scale is not None and scale.is_cuda
-            ):  # of FSDP2's stream, which must not write there before this one reads
+            if scale is not None and scale.is_cuda:
                 scale.record_stream(torch.cuda.current_stream(scale.device))
         self._gathered, self._sent = gathered, self.directions[backward]
         self.gemms = SIDES["weight"] if self._shared else self._sent

@@ -34,6 +34,7 @@ class HopperFp8Gemms(GemmBackend):
 
     Attributes:
         fast_accumulation: by GEMM, whether sums stay in the tensor cores' accumulator.
+        operand_specs: (tensor, columnwise) -> its spec.
         reductions: (tensor, columnwise) -> amax reduction over ranks that share its current scale, or None.
     """
 
@@ -45,18 +46,17 @@ class HopperFp8Gemms(GemmBackend):
         recipe, layer_amax = context.recipe, context.layer_amax
         self._amax = layer_amax
         self.fast_accumulation = {name: gemm.fast_accumulation for name, gemm in recipe.gemms.items()}
-        # (tensor, columnwise) -> its spec
-        self.specs: dict[tuple[str, bool], QuantSpec] = {}
+        self.operand_specs: dict[tuple[str, bool], QuantSpec] = {}
         self._rules: dict[tuple[str, bool], Fp8Rule] = {}
         self.reductions: dict[tuple[str, bool], Reduce | None] = {}
         for tensor, gemms in SIDES.items():
             for columnwise, gemm in enumerate(gemms):
                 spec = getattr(recipe.gemms[gemm], tensor)
                 if spec is not None:
-                    self.specs[tensor, bool(columnwise)] = spec
+                    self.operand_specs[tensor, bool(columnwise)] = spec
                     self._rules[tensor, bool(columnwise)] = rule_of(spec)
                     self.reductions[tensor, bool(columnwise)] = layer_amax.reduction(gemm, tensor, spec)
-        of_weight = [self.specs.get(("weight", columnwise)) for columnwise in (False, True)]
+        of_weight = [self.operand_specs.get(("weight", columnwise)) for columnwise in (False, True)]
         self.one_weight_amax = of_weight[0] == of_weight[1] and _current(of_weight[0])
 
     def quantize(
@@ -72,7 +72,7 @@ class HopperFp8Gemms(GemmBackend):
         A computed prologue requires granularity "tensor" and a known scale; a split one excludes granularity "row".
         """
         rowwise, columnwise, update_amax, sums, *_ = request
-        spec, casts = self.specs[tensor, not rowwise], load("cast_fp8")
+        spec, casts = self.operand_specs[tensor, not rowwise], load("cast_fp8")
         observed = scale_amax = None
         if isinstance(matrix, torch.Tensor):
             matrix = in_memory(matrix)
@@ -119,7 +119,7 @@ class HopperFp8Gemms(GemmBackend):
     def empty(self, tensor: str, matrix: torch.Tensor, request: CastRequest) -> QuantizedTensor:
         """As ``GemmBackend``."""
         rowwise, columnwise, *_ = request
-        spec, rule = self.specs[tensor, not rowwise], self._rules[tensor, not rowwise]
+        spec, rule = self.operand_specs[tensor, not rowwise], self._rules[tensor, not rowwise]
         made = rule.empty(matrix.shape, matrix.device, rowwise=rowwise, columnwise=columnwise)
         return QuantizedTensor(matrix.shape, matrix.dtype, spec, *made[:4])
 
@@ -139,14 +139,14 @@ class HopperFp8Gemms(GemmBackend):
 
     def supported_fusion(self, tensor: str) -> CastFusion:
         """As ``GemmBackend``: "source" under a known scale of the whole tensor, "amax" under a current one."""
-        spec = self.specs[tensor, False]
+        spec = self.operand_specs[tensor, False]
         if spec.granularity != "tensor":
             return None
         return "source" if spec.scaling == "delayed" else "amax"
 
     def accepts_split_input(self, tensor: str) -> bool:
         """As ``GemmBackend``."""
-        return self.specs[tensor, False].granularity != "row"
+        return self.operand_specs[tensor, False].granularity != "row"
 
     def planned_rule(self, tensor: str, request: CastRequest) -> Fp8Rule | None:
         """As ``GemmBackend``: under scales of the pass itself, but of blocks.
@@ -154,12 +154,12 @@ class HopperFp8Gemms(GemmBackend):
         Inductor lets the compiler contract multiply-adds, of which scales of blocks have some.
         """
         direction = tensor, not request.rowwise
-        spec = self.specs[direction]
+        spec = self.operand_specs[direction]
         return None if spec.scaling == "delayed" or spec.block is not None else self._rules[direction]
 
     def traces_gemm(self, name: str) -> bool:
         """As ``GemmBackend``; Inductor finds out the blocks of scales by their sizes, which are padded here."""
-        return all(self.specs[tensor, SIDES[tensor][1] == name].block is None for tensor in GEMM_OPERANDS[name])
+        return all(self.operand_specs[tensor, SIDES[tensor][1] == name].block is None for tensor in GEMM_OPERANDS[name])
 
     def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
         """As ``GemmBackend``."""

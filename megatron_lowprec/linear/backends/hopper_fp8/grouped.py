@@ -35,7 +35,7 @@ class GroupedHopperFp8Gemms(GroupedBackend):
     def __init__(self, experts: Sequence[LayerBackends], name: str) -> None:
         super().__init__(experts, name)
         self._first = cast(HopperFp8Gemms, experts[0].built(name))
-        self._specs = self._first.specs
+        self._specs = self._first.operand_specs
 
     def why_not(self, gemm: str, weight: torch.Tensor) -> str | None:
         """As ``GroupedBackend``."""

@@ -208,9 +208,9 @@ peaks() {
         done
     done
     for model in 6.7b 1.3b; do
+        ((${models[$model]%% *} <= gpus)) || continue
         for count in 16 1; do
             name=peaks/$model-$count
-            [ -n "$dry" ] || [ -d "$out/$name" ] || continue # too few GPUs
             run python tools/run_logs.py "$out/$name" --sequence "${sequence[$model]}" --gpus "${models[$model]%% *}" \
                 --baseline bf16 --out "$out/${name/\//-}.json" || failed=1
         done

@@ -368,8 +368,8 @@ def cast_tiling_differences(device: str) -> list[str]:
     from megatron_lowprec.kernels.grouped_cast_fp8 import triton
 
     generator, found = torch.Generator().manual_seed(0), []
-    each = [(True, False), (False, True), (True, True)]
-    ways_of = {"1x128": each, "128x128": each, "tensor": [(True, True)], "row": [(False, True)]}
+    directions = [(True, False), (False, True), (True, True)]
+    ways_of = {"1x128": directions, "128x128": directions, "tensor": [(True, True)], "row": [(False, True)]}
     for granularity, (rowwise, columnwise) in ((name, way) for name, ways in ways_of.items() for way in ways):
         columns = 256 if granularity in cast_reference.BLOCKS else 144
         sources = [

@@ -135,7 +135,7 @@ def cast_fp8_groups(
     padded = units_of(matrices.rows, reference.BLOCK)[2] * reference.BLOCK
     made = rule.empty(torch.Size((padded, N)), device, rowwise=rowwise, columnwise=columnwise)
     if rule.granularity in reference.BLOCKS:
-        table = _table(matrices, unused := np.zeros(groups, dtype=np.int64), unused)
+        table = _table(matrices, *np.zeros((2, groups), dtype=np.int64))  # no amaxes
     else:
         in_effect = _empty_amax(matrices, of_columns) if amax is None else amax
         addresses = addresses_of(in_effect)

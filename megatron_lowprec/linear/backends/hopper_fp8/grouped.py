@@ -79,10 +79,7 @@ class GroupedHopperFp8Gemms(GroupedBackend):
         primary = [weight for weight in weights.kinds if isinstance(weight, Fp8Weight)]
         if primary:
             return _primary_weights(primary, columnwise)
-        if self._specs["weight", columnwise].granularity == "128x128":
-            data, scale = self._weight_blocks(weights, columnwise)
-        else:
-            data, scale = self._weight_tensors(weights, columnwise, update_amax)
+        data, scale = self._weight_codes(weights, columnwise, update_amax)
         return GroupOperand(Matrices(data), scale)
 
     def gemm(
@@ -118,32 +115,26 @@ class GroupedHopperFp8Gemms(GroupedBackend):
             fast_accumulation=self._first.fast_accumulation["wgrad"],
         )
 
-    def _weight_tensors(self, weights: Matrices, columnwise: bool, update_amax: bool) -> Codes:
-        """With a scale per expert or row; padding adds rows that no product has, or columns beyond K."""
+    def _weight_codes(self, weights: Matrices, columnwise: bool, update_amax: bool) -> Codes:
+        """With scales per expert, row or block; padding adds rows that no product has, or columns beyond K."""
         experts, rows = len(weights), weights[0].shape[0]
-        if self._specs["weight", columnwise].granularity == "row" and not columnwise:
+        granularity = self._specs["weight", columnwise].granularity
+        if granularity == "row" and not columnwise:
             data, scale = cast(Codes, self._cast_rows("weight", weights.joined()))
             return data.unflatten(0, (experts, -1)), scale.view(experts, -1)
-        if self._specs["weight", columnwise].granularity == "row":
+        if granularity == "row":
             data, scale = cast(Codes, self._cast_columns("weight", weights))
         else:
             operand = self._cast("weight", weights, not columnwise, columnwise, update_amax)[columnwise]
             assert operand is not None
             data, scale = cast(Codes, operand)
+        if granularity == "128x128" and columnwise:
+            scale = scale[:, : data.shape[1] // _BLOCK].unflatten(1, (experts, -1)).transpose(0, 1)
+        elif granularity == "128x128":
+            scale = scale.unflatten(0, (experts, -1))
         if columnwise:
             return data.unflatten(1, (experts, -1)).transpose(0, 1)[:, :, :rows], scale
         return data.unflatten(0, (experts, -1))[:, :rows], scale
-
-    def _weight_blocks(self, weights: Matrices, columnwise: bool) -> Codes:
-        """With 128x128 blocks."""
-        operand = self._cast("weight", weights, not columnwise, columnwise, False)[columnwise]
-        assert operand is not None
-        data, scale = cast(Codes, operand)
-        if columnwise:
-            blocks = data.shape[1] // _BLOCK
-            data = data.unflatten(1, (len(weights), -1)).transpose(0, 1)
-            return data, scale[:, :blocks].unflatten(1, (len(weights), -1)).transpose(0, 1)
-        return data.unflatten(0, (len(weights), -1)), scale.unflatten(0, (len(weights), -1))
 
     def _cast_rows(self, tensor: str, matrix: torch.Tensor) -> GroupOperand:
         """Codes and scales of rows, which are of one expert each."""

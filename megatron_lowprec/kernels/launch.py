@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 EMPTY: dict[str, Callable[..., torch.Tensor]] = {
     kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")
@@ -20,10 +21,12 @@ MOST_LAYOUTS = 4096
 
 
 def specialized_on(arguments: tuple[Any, ...]) -> Hashable:
-    """Properties of tensors and numbers on which Triton specializes a kernel, the width of integers included."""
+    """Properties of arguments on which Triton specializes a kernel, the width of integers included."""
     return tuple(
         (each.dtype, each.data_ptr() % 16 == 0)
         if isinstance(each, torch.Tensor)
+        else (each.base.dtype, *each.block_shape)
+        if isinstance(each, TensorDescriptor)
         else each.__class__
         if isinstance(each, (bool, float, type(None)))
         else (each == 1, each % 16 == 0, -(2**31) <= each < 2**31)
@@ -38,7 +41,7 @@ def launch(
     constants: Mapping[str, Any],
     **options: Any,
 ) -> None:
-    """``kernel[programs](*arguments, **constants, **options)``, on the device of the first argument, the current one.
+    """``kernel[programs](*arguments, **constants, **options)``, on the current device, that of the first argument.
 
     The result must not depend on properties of numbers other than those of ``specialized_on``.
     """

@@ -109,9 +109,19 @@ def swiglu_errors(rows: int, columns: int, dtype: torch.dtype, module: Any, devi
     dgate, dup = module.swiglu_backward(dout, h).chunk(2, -1)
     found = {"out": module.swiglu(h), "dgate": dgate, "dup": dup}
     exact = dict(zip(found, (want.detach(), *exact_h.grad.chunk(2, -1)), strict=True))
+    weights = torch.rand(rows, generator=torch.Generator().manual_seed(rows)).to(device)
+    dh, found["dweights"] = module.weighted_swiglu_backward(dout, h, weights)
+    found |= zip(("weighted dgate", "weighted dup"), dh.chunk(2, -1), strict=True)
+    for name in ("dgate", "dup"):
+        slack[f"weighted {name}"] = slack[name] * weights[:, None] + 2 * unit * exact[name].abs()
+        exact[f"weighted {name}"] = exact[name] * weights.double()[:, None]
+    terms = (want.detach() * dout.double()).abs().sum(1)
+    slack["dweights"] = (slack["out"] * g).sum(1) + 4 * unit * columns**0.5 * terms
+    exact["dweights"] = (want.detach() * dout.double()).sum(1)
     for name, got in found.items():
-        over = (got.double() - exact[name]).abs() - (1.01 * eps * steps * exact[name].abs() + slack[name] + 1e-37)
-        if got.dtype != dtype or not bool((over <= 0).all()):
+        of, steps_in = (torch.float32, 0) if name == "dweights" else (dtype, steps)
+        over = (got.double() - exact[name]).abs() - (1.01 * eps * steps_in * exact[name].abs() + slack[name] + 1e-37)
+        if got.dtype != of or not bool((over <= 0).all()):
             yield f"swiglu {rows}x{columns} {dtype}: {int((~(over <= 0)).sum())} entries of {name} are off"
 
 

@@ -129,7 +129,7 @@ def around_linears() -> None:
     from megatron_lowprec.kernels.gelu.triton import bias_gelu, bias_gelu_backward
     from megatron_lowprec.kernels.layernorm.triton import norm, norm_backward, statistics
     from megatron_lowprec.kernels.rope.triton import rope, rope_backward
-    from megatron_lowprec.kernels.swiglu.triton import swiglu, swiglu_backward
+    from megatron_lowprec.kernels.swiglu.triton import swiglu, swiglu_backward, weighted_swiglu_backward
 
     x, w, amax = torch.zeros(256, 1024).bfloat16(), torch.zeros(1024).bfloat16(), torch.zeros(1)
     key = torch.zeros(2, dtype=torch.int32)
@@ -148,6 +148,7 @@ def around_linears() -> None:
         rope_backward(x.view(32, 2, 32, 128), turn, turn)
     swiglu(x, amax)
     swiglu_backward(x[:, :512].contiguous(), x, amax)
+    weighted_swiglu_backward(x[:, :512].contiguous(), x, torch.zeros(256))
     bias_dropout_add(x, w, x, 0.1, key)
     bias_dropout_add_backward(x, 0.1, key, torch.bfloat16, amax=amax)
     targets = torch.zeros(256, dtype=torch.int64)

@@ -290,6 +290,11 @@ def fp8_differences(device: str, size: int = 1) -> list[str]:
             module.grouped_fp8_wgrad_(*operands, rows, own, overwrite=overwrite, **options)
         want, got = torch.stack(totals[0]), torch.stack(totals[1])
         found += difference(f"FP8 weight gradient, {granularity} scales", got == want, got, want)
+    written, kept = (torch.full((m, k), 7.0, device=device) for _ in range(2))
+    empty = codes(m, 0), of_dy["tensor"], codes(k, 0), of_x["tensor"]
+    triton.grouped_fp8_wgrad_(*empty, [0, 0], [written, kept], granularity="tensor", overwrite=[True, False])
+    if written.any() or not (kept == 7).all():
+        found.append("FP8 weight gradients without tokens are neither zero nor kept")
     return found
 
 

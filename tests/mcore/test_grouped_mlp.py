@@ -121,6 +121,28 @@ def test_gradients_of_autograd() -> None:
     same(get_recipe("mxfp8"), in_fp32=False, add_bias_linear=True)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_swiglu_is_megatron_cores(device: str) -> None:
+    """On a GPU but for a last bit of its gradients, which one kernel computes."""
+    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+
+    from megatron_lowprec.mcore.layers.cached_swiglu import expert_swiglu
+
+    generator = torch.Generator().manual_seed(1)
+    h, dout = (torch.randn(67, width, generator=generator).to(device, torch.bfloat16) for width in (288, 144))
+    probs = torch.rand(67, generator=generator).to(device)
+    found = []
+    for swiglu in (expert_swiglu, lambda h, probs: weighted_bias_swiglu_impl(h, None, probs.unsqueeze(-1))):
+        inputs = [x.clone().requires_grad_() for x in (h, probs)]
+        out = swiglu(*inputs)
+        out.backward(dout)
+        found.append((out, *(x.grad for x in inputs)))
+    ours, theirs = found
+    assert torch.equal(ours[0], theirs[0])
+    for got, want in zip(ours[1:], theirs[1:], strict=True):
+        torch.testing.assert_close(got, want, rtol=0 if device == "cpu" else 2**-7, atol=0 if device == "cpu" else 1e-5)
+
+
 def test_an_expert_s_draws_do_not_depend_on_the_others() -> None:
     """The same rows under another expert draw other bits; behind an expert of more tokens the same ones."""
     gradients = []

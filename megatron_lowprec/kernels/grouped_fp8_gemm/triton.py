@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.grouped_cast_fp8.reference import BLOCK
@@ -58,10 +59,10 @@ def _pad_groups_kernel(x_ptr, out_ptr, table_ptr, N, GROUPS: tl.constexpr, PADDE
 
 @triton.jit
 def _grouped_fp8_gemm_kernel(
-    a_ptr,
+    out_ptr,
+    a,
     a_scale_ptr,
     b_scale_ptr,
-    out_ptr,
     table_ptr,
     tokens,
     N,
@@ -79,7 +80,10 @@ def _grouped_fp8_gemm_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Steps of one block. Table, int64 [5, GROUPS]: rows, first padded row, first row, first tile, address of b."""
+    """Steps of one block; ``a`` describes tiles [BM, 128] of [tokens, K].
+
+    Table, int64 [5, GROUPS]: rows, first padded row, first row, first tile, address of b.
+    """
     tiles_n = tl.cdiv(N, BN)
     row_tile = tl.program_id(0) // tiles_n
     tile_n = tl.program_id(0) % tiles_n
@@ -91,8 +95,7 @@ def _grouped_fp8_gemm_kernel(
     in_n = first_n + at_n < N
     group = matrix.to(tl.int64)
     b_ptr = tl.multiple_of(tl.load(table_ptr + 4 * GROUPS + matrix).to(tl.pointer_type(ELEMENT)), 16)
-    # zeros beyond K and the last row; rows of the next group, whose products are not stored
-    a = tl.make_tensor_descriptor(a_ptr, [tokens, K], [K, 1], [BM, _BLOCK])
+    # descriptors read zeros beyond K and the last row, and rows of the next group, whose products are not stored
     b = tl.make_tensor_descriptor(b_ptr, [N, K], [b_n, 1], [BN, _BLOCK])
     a_scales = a_scale_ptr + (first_m + at_m) * a_scale_m
     b_scales = b_scale_ptr + group * b_scale_group + tile_n * b_scale_n
@@ -119,14 +122,13 @@ def _grouped_fp8_gemm_kernel(
 
 @triton.jit
 def _grouped_fp8_wgrad_kernel(
-    a_ptr,
-    a_scale_ptr,
-    b_ptr,
-    b_scale_ptr,
     table_ptr,
+    a,
+    a_scale_ptr,
+    b,
+    b_scale_ptr,
     M,
     N,
-    tokens,
     a_scale_m,
     a_scale_k,
     b_scale_n,
@@ -140,8 +142,9 @@ def _grouped_fp8_wgrad_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Table, int64 [4, GROUPS]: address of the total, blocks of rows, first block, whether it is overwritten.
+    """``a`` and ``b`` describe tiles [BM, 128] and [BN, 128] of [M, tokens] and [N, tokens].
 
+    Table, int64 [4, GROUPS]: address of the total, blocks of rows, first block, whether it is overwritten.
     ADDS: some total is not overwritten. ALIGNED: all of them begin at multiples of 16 bytes.
     """
     tiles_n = tl.cdiv(N, BN)
@@ -157,8 +160,6 @@ def _grouped_fp8_wgrad_kernel(
     at_m, at_n = tl.arange(0, BM), tl.arange(0, BN)
     m, n = first_m + at_m, first_n + at_n
     in_m, in_n = m < M, n < N
-    a = tl.make_tensor_descriptor(a_ptr, [M, tokens], [tokens, 1], [BM, _BLOCK])
-    b = tl.make_tensor_descriptor(b_ptr, [N, tokens], [tokens, 1], [BN, _BLOCK])
     product = tl.zeros([BM, BN], tl.float32)
     for block in range(first_block, first_block + blocks):
         own, other = a.load([first_m, block * _BLOCK]), tl.trans(b.load([first_n, block * _BLOCK]))
@@ -226,7 +227,7 @@ def grouped_fp8_gemm(
         _, first_tile, tiles = units_of(rows, tiling.BM)
         table = np.array((count, padded_row, first_row, first_tile, addresses))
         arguments = (
-            *(a, a_scale, b_scale, out),
+            *(out, TensorDescriptor.from_tensor(a, [tiling.BM, BLOCK]), a_scale, b_scale),
             torch.from_numpy(table).to(a.device, non_blocking=True),
             *(a.shape[0], N, K),
             *(a_scale.stride() if blocks else (0, 0)),
@@ -267,13 +268,19 @@ def grouped_fp8_wgrad_(
     (M, tokens), N, of_blocks = a.shape, b.shape[0], granularity == "1x128"
     (blocks, first_block, _), first = units_of(tuple(rows), BLOCK), totals[0]
     fast = fast_accumulation and not of_blocks
+    if not tokens:  # a descriptor has entries
+        for total, writes in zip(totals, overwrite, strict=True):
+            if writes:
+                total.zero_()
+        return
 
     def run(tiling: Tiling, addresses: np.ndarray, overwrites: Sequence[bool]) -> None:
         table = np.array((addresses, blocks, first_block, overwrites), dtype=np.int64)
         arguments = (
-            *(a, a_scale, b, b_scale),
             torch.from_numpy(table).to(a.device, non_blocking=True),
-            *(M, N, tokens),
+            *(TensorDescriptor.from_tensor(a, [tiling.BM, BLOCK]), a_scale),
+            *(TensorDescriptor.from_tensor(b, [tiling.BN, BLOCK]), b_scale),
+            *(M, N),
             *(a_scale.stride() if of_blocks else (0, 0)),
             *(b_scale.stride() if of_blocks else (0, 0)),
         )

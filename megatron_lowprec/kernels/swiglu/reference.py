@@ -1,4 +1,4 @@
-"""SwiGLU without biases (arXiv 2002.05202), computed in fp32, and its gradient.
+"""SwiGLU without biases (arXiv 2002.05202), computed in fp32, and its gradient, also that of weighted rows.
 
 The input [T, 2F] has the gate's columns first. The output is ``gate * sigmoid(gate) * up``.
 """
@@ -25,11 +25,27 @@ def swiglu_backward(dout: torch.Tensor, h: torch.Tensor, amax: torch.Tensor | No
 
     ``amax``, fp32 [1], is raised to that of the result, NaN as the largest.
     """
+    dh = _gradient(dout.float(), h)
+    if amax is not None:
+        raise_to_amax(amax, dh)
+    return dh
+
+
+def weighted_swiglu_backward(
+    dout: torch.Tensor, h: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of h [T, 2F], and of ``weights``, [T], from that of ``weights[:, None] * swiglu(h)``, dout [T, F].
+
+    The first is rounded once to the dtype of h, the second is a sum in fp32 in the dtype of ``weights``.
+    """
+    gate, up = h.float().chunk(2, -1)
+    dweights = (gate * torch.sigmoid(gate) * up * dout.float()).sum(-1)
+    return _gradient(dout.float() * weights.float().unsqueeze(-1), h), dweights.to(weights.dtype)
+
+
+def _gradient(dout: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     gate, up = h.float().chunk(2, -1)
     factor = torch.sigmoid(gate)
     active = gate * factor
     slope = factor + active * (1.0 - factor)
-    dh = torch.cat((dout.float() * (up * slope), dout.float() * active), -1).to(h.dtype)
-    if amax is not None:
-        raise_to_amax(amax, dh)
-    return dh
+    return torch.cat((dout * (up * slope), dout * active), -1).to(h.dtype)

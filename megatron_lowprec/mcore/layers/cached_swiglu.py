@@ -1,9 +1,11 @@
-"""MLPs that save the input of SwiGLU in a narrow format, and recompute its output in the backward pass.
+"""MLPs with SwiGLU of their own: weighted, or with its input saved in a narrow format and its output recomputed.
 
 DeepSeek-V3 (arXiv 2412.19437, section 3.3.3). The forward pass keeps its bits. SwiGLU's gradient and the input of
 linear_fc2 for wgrad are computed from the decoded input of SwiGLU.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +37,37 @@ class _CachedSwiglu(torch.autograd.Function):
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
         codes, scale, probs = ctx.saved_tensors
         h = dispatch.packed_decode(codes, scale, ctx.fmt, ctx.dtype)
-        dh, dprobs = (swiglu_back(dout, h), None) if probs is None else weighted_swiglu_back(dout, h, probs)
+        dh, dprobs = (swiglu_back(dout, h), None) if probs is None else _weighted_gradients(dout, h, probs)
         return dh, dprobs, None, None, None
+
+
+@once_differentiable("SwiGLU of experts")
+class _WeightedSwiglu(torch.autograd.Function):
+    """SwiGLU of h [T, 2F] times probabilities [T, 1]."""
+
+    @staticmethod
+    def forward(ctx, h: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(h, probs)
+        return _activation(h, probs)
+
+    @staticmethod
+    def backward(ctx, dout):  # type: ignore[no-untyped-def]
+        return _weighted_gradients(dout, *ctx.saved_tensors)
+
+
+def _weighted_gradients(dout: torch.Tensor, h: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of h [T, 2F] and probs [T, 1]: one kernel on a GPU, where the two of Megatron-core read h twice."""
+    if not dispatch.fuses(h):
+        gradients: tuple[torch.Tensor, torch.Tensor] = weighted_swiglu_back(dout, h, probs)
+        return gradients
+    dh, dprobs = dispatch.weighted_swiglu_backward(dout.contiguous(), h.contiguous(), probs.flatten())
+    return dh, dprobs.view_as(probs)
+
+
+def expert_swiglu(h: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """SwiGLU of h [..., 2F] times probabilities [...], with Megatron-core's bits; [..., F]."""
+    output: torch.Tensor = _WeightedSwiglu.apply(h.reshape(-1, h.shape[-1]), probs.reshape(-1, 1))
+    return output.view(*h.shape[:-1], output.shape[-1])
 
 
 def _activation(h: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor:
@@ -65,7 +96,7 @@ def cached_swiglu(h: torch.Tensor, probs: torch.Tensor | None, fmt: Format) -> t
 
 
 class CachedSwigluMLP(MLP):
-    """``MLP``, with SwiGLU's input saved in a format.
+    """``MLP``, with SwiGLU's input saved in a format; SwiGLU of an expert has a gradient of one kernel.
 
     Attributes:
         swiglu_format: the format; None for Megatron-core's activation.
@@ -85,14 +116,26 @@ class CachedSwigluMLP(MLP):
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As ``MLP``."""
-        if self.swiglu_format is None or not torch.is_grad_enabled():
+        swiglu = self._own_swiglu(per_token_scale)
+        if swiglu is None:
             return super().forward(hidden_states, per_token_scale, **kwargs)
         h, bias = self.linear_fc1(hidden_states)
         h = h if bias is None else h + bias
-        output, bias = self.linear_fc2(cached_swiglu(h, per_token_scale, self.swiglu_format))
+        output, bias = self.linear_fc2(swiglu(h, per_token_scale))
         if per_token_scale is not None and bias is not None:
             return output + (bias * per_token_scale.unsqueeze(-1)).to(output.dtype), None
         return output, bias
+
+    def _own_swiglu(self, probs: torch.Tensor | None) -> Callable[..., torch.Tensor] | None:
+        """SwiGLU as a function of its input and probabilities; None for Megatron-core's activation."""
+        if not torch.is_grad_enabled():
+            return None
+        if self.swiglu_format is not None:
+            return partial(cached_swiglu, fmt=self.swiglu_format)
+        config = self.config
+        fuses = config.bias_activation_fusion and not config.activation_func_fp8_input_store
+        weighted = fuses and not config.add_bias_linear and self.has_swiglu()
+        return expert_swiglu if weighted and probs is not None else None
 
 
 class CachedSwigluSharedExperts(SharedExpertMLP, CachedSwigluMLP):

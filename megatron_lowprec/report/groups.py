@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ _DEFAULTS: Mapping[str, Any] = vars(Config())
 _SCHEDULE = "schedule."  # prefix of the schedule's fields among options
 _EARLIER = "earlier options"  # of a run that resumed with others
 _WEIGHTS = "initial weights"  # of a run that began with a checkpoint's
+_NUMBERED = re.compile(r'(?<=")FOLDER\d+(?=/)')
 
 # Ignored options that nevertheless determine initial weights and dropout, because Megatron offsets its seed by rank.
 _INITIALIZATION = options_with(draws=True)
@@ -165,9 +168,9 @@ def group_runs(runs: Sequence[Run], reference: str) -> tuple[list[Group], list[R
     A sweep's job without config.yaml joins the only group with jobs of its sweep, model and variant.
     """
     keyed: dict[str, list[Run]] = {}
-    for run in runs:
-        if run.tokens > 0:
-            keyed.setdefault(_key(run), []).append(run)
+    placed = [run for run in runs if run.tokens > 0]
+    for run, key in zip(placed, _keys(placed)):
+        keyed.setdefault(key, []).append(run)
     lost: list[Run] = []
     for run in (run for run in runs if not run.tokens > 0):
         homes = [members for members in keyed.values() if run.sweep and _place(run) in map(_place, members)]
@@ -258,6 +261,19 @@ def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
     tokens = [f"{members[0].model}, {amount(members[0].tokens)} tokens" for members in groups]
     numbered = [f"{name}, group {at}" for at, name in enumerate(model, 1)]
     return next(names for names in (model, variant, tokens, numbered) if len(set(names)) == len(names))
+
+
+def _keys(runs: Sequence[Run]) -> list[str]:
+    """``_key`` of each run; of an archive without the numbers that it gives to folders, unless they tell runs apart."""
+    exact = [_key(run) for run in runs]
+    places = [
+        (None if run.source is None else run.source.archive, _NUMBERED.sub("FOLDER", key))
+        for run, key in zip(runs, exact)
+    ]
+    alike: dict[tuple[Path | None, str], set[str]] = {}
+    for place, key in zip(places, exact):
+        alike.setdefault(place, set()).add(key)
+    return [place[1] if place[0] and len(alike[place]) == 1 else key for place, key in zip(places, exact)]
 
 
 def _key(run: Run) -> str:

@@ -72,7 +72,7 @@ def of_archives(kind: str, archives: str) -> list[dict[str, str]]:
     return table(f"{archives.partition('/')[0]}.md", " ".join([kind, *names]))
 
 
-RIVALS = "fp4-rivals/25m fp4-rivals/25m-others"
+RIVALS = "fp4-rivals/25m fp4-rivals/25m-others fp4-rivals/25m-phases"
 QUALITY = {
     "recipes-25m/runs": ["mxfp4"],
     "fp8-lm/levels": [],
@@ -84,7 +84,7 @@ QUALITY = {
     "mxfp8-operands/25m-one-machine": [],
     "mxfp8-operands/tiny": [],
     RIVALS: ["quartet2_nvidia"],
-    "muon/25m": [],
+    "muon/25m muon/25m-8e-3": [],
 }
 """Archives -> recipes whose noise stands out, which the page compares by their pairs."""
 

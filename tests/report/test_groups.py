@@ -3,11 +3,13 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import yaml
 
+from megatron_lowprec.report.archives.packing import write_archive
 from megatron_lowprec.report.claims import CLAIMS, load_claims
 from megatron_lowprec.report.groups import Group, differing_options, group_runs
 from megatron_lowprec.report.runs import Run, find_runs
@@ -262,3 +264,26 @@ def test_early_losses_count_runs_that_came_so_far(tmp_path: Path) -> None:
     assert set(early) == {("bf16", 1), ("mxfp4", 1)}
     assert early["mxfp4", 1] > early["bf16", 1] + 0.1
     assert set(group.final_losses()) == {("bf16", 1)}
+
+
+def test_folders_of_archives_compare_by_name(tmp_path: Path) -> None:
+    """Each archive numbers them anew, here behind the folder of a recipe; two of one archive stay different."""
+
+    def packed(name: str, *runs: tuple[str, str]) -> Path:
+        folders = []
+        for recipe, corpora in runs:
+            options = {"train_data_path": [f"{tmp_path}/{corpora}/wiki"]}
+            folders.append(write_run(tmp_path / f"{name}-{recipe}-{corpora}", recipe, options=options))
+        if name == "new":
+            record = folders[0] / "cell.json"
+            record.write_text(json.dumps({"exit_code": 0, "command": ["/opt/recipes/own.yaml"]}))
+        write_archive(tmp_path / f"{name}.safetensors.xz", find_runs(list(map(str, folders)), 0.5)[0], print)
+        return tmp_path / f"{name}.safetensors.xz"
+
+    def found(*archives: Path) -> list[Group]:
+        with TemporaryDirectory() as scratch:
+            return group_runs(find_runs(list(map(str, archives)), 0.5, Path(scratch))[0], "bf16")[0]
+
+    (group,) = found(packed("old", ("bf16", "a")), packed("new", ("mxfp4", "b")))
+    assert group.labels == ("bf16", "mxfp4")
+    assert len(found(packed("two", ("bf16", "a"), ("mxfp4", "b")))) == 2

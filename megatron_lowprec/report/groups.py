@@ -29,6 +29,7 @@ _DEFAULTS: Mapping[str, Any] = vars(Config())
 _SCHEDULE = "schedule."  # prefix of the schedule's fields among options
 _EARLIER = "earlier options"  # of a run that resumed with others
 _WEIGHTS = "initial weights"  # of a run that began with a checkpoint's
+_ARCHIVE = "archive"  # of a run whose paths are known within its archive alone
 _NUMBERED = re.compile(r'(?<=")FOLDER\d+(?=/)')
 
 # Ignored options that nevertheless determine initial weights and dropout, because Megatron offsets its seed by rank.
@@ -264,19 +265,31 @@ def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def _keys(runs: Sequence[Run]) -> list[str]:
-    """``_key`` of each run; of an archive without the numbers that it gives to folders, unless they tell runs apart."""
-    exact = [_key(run) for run in runs]
-    places = [
-        (None if run.source is None else run.source.archive, _NUMBERED.sub("FOLDER", key))
-        for run, key in zip(runs, exact)
-    ]
+    """``_key`` of each run as JSON. The numbers that an archive gives to folders mean nothing in another one.
+
+    So paths of data compare by what follows the number. Where it tells runs of one archive apart, or paths of initial
+    weights have one, the archive is part of the key.
+    """
+    exact = [json.dumps(_key(run), sort_keys=True, default=str) for run in runs]
+    named = [_NUMBERED.sub("FOLDER", key) for key in exact]
     alike: dict[tuple[Path | None, str], set[str]] = {}
-    for place, key in zip(places, exact):
-        alike.setdefault(place, set()).add(key)
-    return [place[1] if place[0] and len(alike[place]) == 1 else key for place, key in zip(places, exact)]
+    for run, name, key in zip(runs, named, exact):
+        alike.setdefault((_archive(run), name), set()).add(key)
+    keys = []
+    for run, name, key in zip(runs, named, exact):
+        archive = _archive(run)
+        within = len(alike[archive, name]) > 1 or _NUMBERED.search(json.dumps(run.initial_weights))
+        if archive is not None and within:
+            key = json.dumps(json.loads(key) | {_ARCHIVE: str(archive)}, sort_keys=True)
+        keys.append(name if archive is not None and not within else key)
+    return keys
 
 
-def _key(run: Run) -> str:
+def _archive(run: Run) -> Path | None:
+    return None if run.source is None else run.source.archive
+
+
+def _key(run: Run) -> dict[str, Any]:
     """What separates a run from those of other groups: options with a value of their own, and its schedule.
 
     An option of another version is missing, null or at its default. Of the schedule only the fields count that do not
@@ -295,7 +308,7 @@ def _key(run: Run) -> str:
         kept[_EARLIER] = run.earlier_options
     if run.initial_weights:
         kept[_WEIGHTS] = run.initial_weights
-    return json.dumps(kept, sort_keys=True, default=str)
+    return kept
 
 
 def _value(run: Run, name: str) -> Any:
@@ -306,6 +319,8 @@ def _value(run: Run, name: str) -> Any:
         return "; ".join(" ".join(f"{key} {value}" for key, value in each.items()) for each in run.earlier_options)
     if name == _WEIGHTS:
         return run.initial_weights
+    if name == _ARCHIVE:
+        return str(_archive(run))
     value = run.options.get(name)
     return _DEFAULTS.get(name) if value is None else value
 

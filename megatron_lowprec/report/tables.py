@@ -49,14 +49,16 @@ def quality(group: Group, fit: Fit | None, confidence: float, texts: Sequence[st
     rows, texts = [], text_columns([group]) if texts is None else texts
     for label in group.labels:
         finished = _count_seeds(group.of(label, Status.FINISHED))
-        others = [(how, _count_seeds(group.of(label, how))) for how in (Status.DIVERGED, Status.NOT_STARTED)]
+        started = {run.block for run in group.of(label) if run.status is not Status.NOT_STARTED}  # in any sweep
+        waiting = [run for run in group.of(label, Status.NOT_STARTED) if run.block not in started]
+        others = (Status.DIVERGED, group.of(label, Status.DIVERGED)), (Status.NOT_STARTED, waiting)
         runs = _with_losses(group, label)
         known = fit if finished else None
         gap = _gap(group, fit, label)
         row = {
             "recipe": label,
             "seeds\nfinished": f"{finished} of {_count_seeds(group.of(label))}"
-            + "".join(f", {count} {how.value}" for how, count in others if count),
+            + "".join(f", {_count_seeds(each)} {how.value}" for how, each in others if each),
             f"gap to {group.reference}\nnats": gap[0],
             f"{confidence:.0%} interval\nnats": gap[1],
             "gap\n% of perplexity": gap[2],

@@ -290,11 +290,13 @@ def fp8_differences(device: str, size: int = 1) -> list[str]:
             module.grouped_fp8_wgrad_(*operands, rows, own, overwrite=overwrite, **options)
         want, got = torch.stack(totals[0]), torch.stack(totals[1])
         found += difference(f"FP8 weight gradient, {granularity} scales", got == want, got, want)
-    written, kept = (torch.full((m, k), 7.0, device=device) for _ in range(2))
-    empty = codes(m, 0), of_dy["tensor"], codes(k, 0), of_x["tensor"]
-    triton.grouped_fp8_wgrad_(*empty, [0, 0], [written, kept], granularity="tensor", overwrite=[True, False])
-    if written.any() or not (kept == 7).all():
-        found.append("FP8 weight gradients without tokens are neither zero nor kept")
+    for granularity, of_a, of_b in (("tensor", of_dy["tensor"], of_x["tensor"]), ("1x128", dy[1][:, :0], x8[1][:, :0])):
+        empty = codes(m, 0), of_a, codes(k, 0), of_b
+        totals = [[torch.full((m, k), 7.0, device=device) for _ in range(2)] for _ in range(2)]
+        for module, own in zip((fp8_reference, triton), totals, strict=True):
+            module.grouped_fp8_wgrad_(*empty, [0, 0], own, granularity=granularity, overwrite=[True, False])
+        want, got = torch.stack(totals[0]), torch.stack(totals[1])
+        found += difference(f"FP8 weight gradient without tokens, {granularity} scales", got == want, got, want)
     return found
 
 

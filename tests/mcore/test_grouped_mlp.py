@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron_lowprec import get_recipe
 from megatron_lowprec.recipe.recipe import Recipe
@@ -123,24 +124,62 @@ def test_gradients_of_autograd() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_swiglu_is_megatron_cores(device: str) -> None:
-    """On a GPU but for a last bit of its gradients, which one kernel computes."""
+    """On a GPU one kernel computes its gradients, from the same fp32 values but for the exponential's last bits."""
     from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 
     from megatron_lowprec.mcore.layers.cached_swiglu import expert_swiglu
 
     generator = torch.Generator().manual_seed(1)
     h, dout = (torch.randn(67, width, generator=generator).to(device, torch.bfloat16) for width in (288, 144))
-    probs = torch.rand(67, generator=generator).to(device)
+    probs = torch.rand(67, 3, generator=generator).to(device)[:, 0]  # apart in memory
     found = []
     for swiglu in (expert_swiglu, lambda h, probs: weighted_bias_swiglu_impl(h, None, probs.unsqueeze(-1))):
-        inputs = [x.clone().requires_grad_() for x in (h, probs)]
+        inputs = [x.clone(memory_format=torch.preserve_format).requires_grad_() for x in (h, probs)]
         out = swiglu(*inputs)
         out.backward(dout)
         found.append((out, *(x.grad for x in inputs)))
-    ours, theirs = found
-    assert torch.equal(ours[0], theirs[0])
-    for got, want in zip(ours[1:], theirs[1:], strict=True):
-        torch.testing.assert_close(got, want, rtol=0 if device == "cpu" else 2**-7, atol=0 if device == "cpu" else 1e-5)
+    (out, dh, dprobs), theirs = found
+    assert torch.equal(out, theirs[0])
+    if device == "cpu":
+        assert torch.equal(dh, theirs[1])
+        assert torch.equal(dprobs, theirs[2])
+    else:
+        torch.testing.assert_close(dh, theirs[1], rtol=2**-7, atol=1e-5)  # a step of bf16
+        torch.testing.assert_close(dprobs, theirs[2], rtol=1e-4, atol=1e-4)  # sums of 144 terms of up to 10
+
+
+def test_experts_take_this_swiglu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_lowprec.mcore.layers import cached_swiglu
+
+    calls: list[int] = []
+    original = cached_swiglu.expert_swiglu
+    monkeypatch.setattr(cached_swiglu, "expert_swiglu", lambda h, probs: calls.append(len(h)) or original(h, probs))
+    experts = experts_of(True, gated_linear_unit=True, activation_func=F.silu, bias_activation_fusion=True)
+    bound(experts, get_recipe("bf16"))
+    pass_through(experts, torch.Generator().manual_seed(2))
+    assert calls == [sum(TOKENS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bias_activation_fusion", False),
+        ("activation_func_fp8_input_store", True),
+        ("add_bias_linear", True),
+        ("activation_func_clamp_value", 7.0),
+        ("glu_linear_offset", 1.0),
+        ("use_te_activation_func", True),
+    ],
+)
+def test_variants_of_swiglu_are_megatron_cores(name: str, value: object) -> None:
+    experts = experts_of(True, gated_linear_unit=True, activation_func=F.silu, bias_activation_fusion=True)
+    expert, probs = experts.local_experts[0], torch.ones(4)
+    assert expert._own_swiglu(probs) is not None
+    assert expert._own_swiglu(None) is None
+    with torch.no_grad():
+        assert expert._own_swiglu(probs) is None
+    setattr(expert.config, name, value)
+    assert expert._own_swiglu(probs) is None
 
 
 def test_an_expert_s_draws_do_not_depend_on_the_others() -> None:

@@ -286,4 +286,17 @@ def test_folders_of_archives_compare_by_name(tmp_path: Path) -> None:
 
     (group,) = found(packed("old", ("bf16", "a")), packed("new", ("mxfp4", "b")))
     assert group.labels == ("bf16", "mxfp4")
-    assert len(found(packed("two", ("bf16", "a"), ("mxfp4", "b")))) == 2
+    # of equal numbers in both, none of which names what it names in the other
+    one, two = packed("one", ("bf16", "a"), ("mxfp4", "b")), packed("two", ("bf16", "b"), ("mxfp4", "z"))
+    assert len(found(one)) == 2
+    apart = found(one, two)
+    assert len(apart) == 4
+    assert {group.apart["archive"] for group in apart} == {str(one), str(two)}
+
+
+def test_a_job_that_has_finished_elsewhere_is_not_waited_for(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7}, seeds=2)
+    add_cells(sweep, "synthetic", [cell("bf16", 3), cell("bf16", 4)])
+    (group,), _ = groups(sweep, write_run(tmp_path / "bf16-s3", "bf16", 3))
+    (row,) = quality(group, None, 0.95).rows
+    assert "3 of 4, 1 not started" in row

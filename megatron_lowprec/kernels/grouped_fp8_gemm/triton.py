@@ -268,7 +268,7 @@ def grouped_fp8_wgrad_(
     (M, tokens), N, of_blocks = a.shape, b.shape[0], granularity == "1x128"
     (blocks, first_block, _), first = units_of(tuple(rows), BLOCK), totals[0]
     fast = fast_accumulation and not of_blocks
-    if not tokens:  # a descriptor has entries
+    if not tokens:  # of which no descriptor can be made
         for total, writes in zip(totals, overwrite, strict=True):
             if writes:
                 total.zero_()

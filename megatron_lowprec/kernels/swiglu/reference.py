@@ -36,7 +36,7 @@ def weighted_swiglu_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of h [T, 2F], and of ``weights``, [T], from that of ``weights[:, None] * swiglu(h)``, dout [T, F].
 
-    The first is rounded once to the dtype of h, the second is a sum in fp32 in the dtype of ``weights``.
+    The first is rounded once to the dtype of h; the second is summed in fp32 and rounded to the dtype of ``weights``.
     """
     gate, up = h.float().chunk(2, -1)
     dweights = (gate * torch.sigmoid(gate) * up * dout.float()).sum(-1)

@@ -15,7 +15,7 @@ from megatron_lowprec.kernels.logistic.triton_ops import reciprocal_of_one_plus_
 
 _MINUS_LOG2E = tl.constexpr(-1.0 / math.log(2.0))
 _ROWS, _COLUMNS, _WARPS = 2, 1024, 4
-_COLUMNS_AT_ONCE = 512  # of weighted rows, whose program sums them whole
+_COLUMNS_AT_ONCE = 512  # of a weighted row, all of which one program sums
 
 
 @triton.jit

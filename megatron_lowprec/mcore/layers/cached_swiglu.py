@@ -1,7 +1,7 @@
 """MLPs with SwiGLU of their own: weighted, or with its input saved in a narrow format and its output recomputed.
 
-DeepSeek-V3 (arXiv 2412.19437, section 3.3.3). The forward pass keeps its bits. SwiGLU's gradient and the input of
-linear_fc2 for wgrad are computed from the decoded input of SwiGLU.
+The forward pass keeps its bits. With a saved input, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.3), SwiGLU's
+gradient and the input of linear_fc2 for wgrad are computed from what is decoded.
 """
 
 from collections.abc import Callable
@@ -56,16 +56,22 @@ class _WeightedSwiglu(torch.autograd.Function):
 
 
 def _weighted_gradients(dout: torch.Tensor, h: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of h [T, 2F] and probs [T, 1]: one kernel on a GPU, where the two of Megatron-core read h twice."""
-    if not dispatch.fuses(h):
+    """Gradients of h [T, 2F] and probs [T, 1]: one kernel on a GPU, where the two of Megatron-core read h twice.
+
+    Megatron-core's sum in fp64 for probabilities in fp64.
+    """
+    if not dispatch.fuses(h) or probs.dtype == torch.float64:
         gradients: tuple[torch.Tensor, torch.Tensor] = weighted_swiglu_back(dout, h, probs)
         return gradients
-    dh, dprobs = dispatch.weighted_swiglu_backward(dout.contiguous(), h.contiguous(), probs.flatten())
+    dh, dprobs = dispatch.weighted_swiglu_backward(dout.contiguous(), h.contiguous(), probs.flatten().contiguous())
     return dh, dprobs.view_as(probs)
 
 
 def expert_swiglu(h: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """SwiGLU of h [..., 2F] times probabilities [...], with Megatron-core's bits; [..., F]."""
+    """SwiGLU of h [..., 2F] times probabilities [...], [..., F], with Megatron-core's bits.
+
+    On a GPU its gradients differ from Megatron-core's by last bits.
+    """
     output: torch.Tensor = _WeightedSwiglu.apply(h.reshape(-1, h.shape[-1]), probs.reshape(-1, 1))
     return output.view(*h.shape[:-1], output.shape[-1])
 

@@ -185,6 +185,24 @@ def test_gradient_norms_of_rivals() -> None:
     ]
 
 
+def test_kernels_of_experts_in_turn() -> None:
+    rows = json.loads((RESULTS / "experts/in-turn.json").read_text(encoding="utf-8"))["rows"]
+    page = (RESULTS / "experts.md").read_text(encoding="utf-8")
+    found = re.search(
+        r"takes ([\d.]+) ms .*?, ([\d.]+) by .*take ([\d.]+) to ([\d.]+)% off .*take ([\d.]+) ms, torch's ([\d.]+)\.",
+        page,
+    )
+    assert found is not None
+    (swiglu,) = (row for row in rows if "SwiGLU" in row["kernel"])
+    off = [100 * (1 - row["after"]["median_ms"] / row["before"]["median_ms"]) for row in rows if "FP8" in row["kernel"]]
+    bf16 = [row for row in rows if row["kernel"].startswith("bf16")]
+    assert [float(each) for each in found.groups()] == [
+        *(within(swiglu[name]["median_ms"], 2) for name in ("after", "before")),
+        *(within(each, 1) for each in (min(off), max(off))),
+        *(within(sum(row[name]["median_ms"] for row in bf16), 1) for name in ("ours", "torch")),
+    ]
+
+
 def test_published_gaps_beside_rivals() -> None:
     with (SHIPPED / "data/quartet2-runs.csv").open(encoding="utf-8", newline="") as file:
         runs = list(csv.DictReader(file))

@@ -26,7 +26,7 @@ def specialized_on(arguments: tuple[Any, ...]) -> Hashable:
         (each.dtype, each.data_ptr() % 16 == 0)
         if isinstance(each, torch.Tensor)
         else (each.base.dtype, *each.block_shape)
-        if isinstance(each, TensorDescriptor)
+        if each.__class__ is TensorDescriptor
         else each.__class__
         if isinstance(each, (bool, float, type(None)))
         else (each == 1, each % 16 == 0, -(2**31) <= each < 2**31)

@@ -271,18 +271,20 @@ def _keys(runs: Sequence[Run]) -> list[str]:
     weights have one, the archive is part of the key.
     """
     exact = [json.dumps(_key(run), sort_keys=True, default=str) for run in runs]
-    named = [_NUMBERED.sub("FOLDER", key) for key in exact]
+    places = [(_archive(run), _NUMBERED.sub("FOLDER", key)) for run, key in zip(runs, exact)]
     alike: dict[tuple[Path | None, str], set[str]] = {}
-    for run, name, key in zip(runs, named, exact):
-        alike.setdefault((_archive(run), name), set()).add(key)
-    keys = []
-    for run, name, key in zip(runs, named, exact):
-        archive = _archive(run)
-        within = len(alike[archive, name]) > 1 or _NUMBERED.search(json.dumps(run.initial_weights))
-        if archive is not None and within:
-            key = json.dumps(json.loads(key) | {_ARCHIVE: str(archive)}, sort_keys=True)
-        keys.append(name if archive is not None and not within else key)
-    return keys
+    for place, key in zip(places, exact):
+        alike.setdefault(place, set()).add(key)
+
+    def chosen(run: Run, place: tuple[Path | None, str], key: str) -> str:
+        archive, named = place
+        if archive is None:
+            return key
+        if len(alike[place]) == 1 and not _NUMBERED.search(json.dumps(run.initial_weights)):
+            return named
+        return json.dumps(json.loads(key) | {_ARCHIVE: str(archive)}, sort_keys=True)
+
+    return list(map(chosen, runs, places, exact))
 
 
 def _archive(run: Run) -> Path | None:

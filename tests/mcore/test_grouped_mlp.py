@@ -131,10 +131,10 @@ def test_swiglu_is_megatron_cores(device: str) -> None:
 
     generator = torch.Generator().manual_seed(1)
     h, dout = (torch.randn(67, width, generator=generator).to(device, torch.bfloat16) for width in (288, 144))
-    probs = torch.rand(67, 3, generator=generator).to(device)[:, 0]  # apart in memory
+    probs = torch.rand(67, generator=generator).to(device)
     found = []
     for swiglu in (expert_swiglu, lambda h, probs: weighted_bias_swiglu_impl(h, None, probs.unsqueeze(-1))):
-        inputs = [x.clone(memory_format=torch.preserve_format).requires_grad_() for x in (h, probs)]
+        inputs = [x.clone().requires_grad_() for x in (h, probs)]
         out = swiglu(*inputs)
         out.backward(dout)
         found.append((out, *(x.grad for x in inputs)))
@@ -146,6 +146,28 @@ def test_swiglu_is_megatron_cores(device: str) -> None:
     else:
         torch.testing.assert_close(dh, theirs[1], rtol=2**-7, atol=1e-5)  # a step of bf16
         torch.testing.assert_close(dprobs, theirs[2], rtol=1e-4, atol=1e-4)  # sums of 144 terms of up to 10
+
+
+def test_the_kernel_of_swiglu_gets_contiguous_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads strided ones as if they were; the reference stands in for it here."""
+    from megatron_lowprec.kernels import dispatch
+    from megatron_lowprec.kernels.swiglu.reference import weighted_swiglu_backward
+    from megatron_lowprec.mcore.layers.cached_swiglu import expert_swiglu
+
+    contiguous: list[bool] = []
+
+    def kernel(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        contiguous.extend(tensor.is_contiguous() for tensor in tensors)
+        return weighted_swiglu_backward(*tensors)
+
+    monkeypatch.setattr(dispatch, "fuses", lambda _: True)
+    monkeypatch.setattr(dispatch, "weighted_swiglu_backward", kernel)
+    h = torch.randn(32, 12).t().requires_grad_()
+    probs = torch.rand(12, 3)[:, 0].requires_grad_()
+    expert_swiglu(h, probs).backward(torch.randn(16, 12).t())
+    assert contiguous == [True] * 3
+    assert h.grad is not None
+    assert probs.grad is not None
 
 
 def test_experts_take_this_swiglu(monkeypatch: pytest.MonkeyPatch) -> None:

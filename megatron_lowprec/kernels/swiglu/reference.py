@@ -13,8 +13,7 @@ def swiglu(h: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
 
     ``amax``, fp32 [1], is raised to that of the result, NaN as the largest.
     """
-    gate, up = h.float().chunk(2, -1)
-    out = (gate * torch.sigmoid(gate) * up).to(h.dtype)
+    out = _unrounded(h).to(h.dtype)
     if amax is not None:
         raise_to_amax(amax, out)
     return out
@@ -38,9 +37,13 @@ def weighted_swiglu_backward(
 
     The first is rounded once to the dtype of h; the second is summed in fp32 and rounded to the dtype of ``weights``.
     """
-    gate, up = h.float().chunk(2, -1)
-    dweights = (gate * torch.sigmoid(gate) * up * dout.float()).sum(-1)
+    dweights = (_unrounded(h) * dout.float()).sum(-1)
     return _gradient(dout.float() * weights.float().unsqueeze(-1), h), dweights.to(weights.dtype)
+
+
+def _unrounded(h: torch.Tensor) -> torch.Tensor:
+    gate, up = h.float().chunk(2, -1)
+    return gate * torch.sigmoid(gate) * up
 
 
 def _gradient(dout: torch.Tensor, h: torch.Tensor) -> torch.Tensor:

@@ -56,17 +56,24 @@ def _swiglu_forward_kernel(
 
 
 @triton.jit
-def _swiglu_backward_kernel(
-    dout_ptr, h_ptr, dh_ptr, amax_ptr, T, F, OBSERVES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+def _backward_tile(dout_ptr, h_ptr, rows, columns, T, F):
+    """Which entries exist, the gate's offsets in h and dh, and the fp32 gate, ``up`` and gradient of the output."""
     inside = (rows < T)[:, None] & (columns < F)[None, :]
     row = rows.to(tl.int64)[:, None]
     at = row * (2 * F) + columns[None, :]
     gate = tl.load(h_ptr + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(h_ptr + at + F, mask=inside, other=0.0).to(tl.float32)
     dout = tl.load(dout_ptr + row * F + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    return inside, at, gate, up, dout
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    dout_ptr, h_ptr, dh_ptr, amax_ptr, T, F, OBSERVES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside, at, gate, up, dout = _backward_tile(dout_ptr, h_ptr, rows, columns, T, F)
     by_gate, by_up = swiglu_slopes_of(gate, up)
     dgate, dup = (dout * by_gate).to(dh_ptr.dtype.element_ty), (dout * by_up).to(dh_ptr.dtype.element_ty)
     tl.store(dh_ptr + at, dgate, mask=inside)
@@ -81,16 +88,11 @@ def _weighted_swiglu_backward_kernel(
     dout_ptr, h_ptr, weights_ptr, dh_ptr, dweights_ptr, T, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = rows.to(tl.int64)[:, None]
     weight = tl.load(weights_ptr + rows, mask=rows < T, other=0.0).to(tl.float32)[:, None]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, F, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        inside = (rows < T)[:, None] & (columns < F)[None, :]
-        at = row * (2 * F) + columns[None, :]
-        gate = tl.load(h_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(h_ptr + at + F, mask=inside, other=0.0).to(tl.float32)
-        dout = tl.load(dout_ptr + row * F + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        inside, at, gate, up, dout = _backward_tile(dout_ptr, h_ptr, rows, columns, T, F)
         by_gate, by_up = swiglu_slopes_of(gate, up)
         total += by_up * up * dout
         dactive = dout * weight

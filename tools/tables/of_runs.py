@@ -131,8 +131,8 @@ def _last_fifth(page: Path, *names: str) -> Iterator[Row]:
         pairs = [((label, seed), (group.reference, seed)) for seed in seeds]
         yield (
             label,
-            *(signed(losses[ours] - losses[theirs], 4) for ours, theirs in pairs),
-            *(f"{norms[ours] / norms[theirs]:.3f}" for ours, theirs in pairs),
+            *(signed(losses[ours] - losses[theirs], 4) if ours in losses else DASH for ours, theirs in pairs),
+            *(f"{norms[ours] / norms[theirs]:.3f}" if ours in norms else DASH for ours, theirs in pairs),
         )
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from megatron_lowprec.linear.layer_tensors import GradOutput, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.debug.instrumented import InstrumentedGemms, instrumented
+from megatron_lowprec.mcore.finite import all_finite
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep
@@ -82,7 +83,7 @@ class FiniteCheck:
     def inspect(self, what: str, tensor: Any, chunk: int, microbatch: int, backward: bool, gemm: str = "") -> None:
         """Record the tensor if it is not finite and precedes the first finding so far."""
         self._order += 1
-        if not torch.is_tensor(tensor) or not tensor.is_floating_point() or bool(tensor.isfinite().all()):
+        if not torch.is_tensor(tensor) or not tensor.is_floating_point() or bool(all_finite(tensor)):
             return
         depth = (chunk, parallel_state.get_pipeline_model_parallel_rank())
         finding = Finding(

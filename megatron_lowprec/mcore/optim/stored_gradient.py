@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron_lowprec.comm.gradient_codes import GradientCodes
+from megatron_lowprec.mcore.finite import all_finite
 
 
 class StoredGradient:
@@ -181,4 +182,4 @@ def has_finite_gradient(weight: torch.Tensor) -> bool:
     if stored is not None:
         return stored.is_finite()
     main_grad = getattr(weight, "main_grad", None)
-    return main_grad is None or bool(main_grad.isfinite().all())
+    return main_grad is None or bool(all_finite(main_grad))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from megatron.core.optimizer import Adam
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
@@ -51,9 +52,10 @@ def load(trainer: Trainer, state: dict[str, Any]) -> None:
 
     With torch's AdamW the distributed optimizer copies each key of a weight's state, but a checkpoint has no "step" per
     weight (KeyError). It also gives all weights one "step" tensor, which Adam then advances once per weight. Other
-    optimizers save no "step" of 0, without which AdamW loads nothing (KeyError). With any optimizer, the checkpoint's
-    learning rates, betas and eps would silently override this run's options. From 0.19 on Megatron-core finds a group
-    of weights by its learning rates, among others, and would miss it where they differ.
+    optimizers leave "step" where the saving run counts: FusedAdam of TransformerEngine and apex in groups of weights,
+    torch's AdamW at each weight (KeyError, or a count from 0). With any optimizer, the checkpoint's learning rates,
+    betas and eps would silently override this run's options. From 0.19 on Megatron-core finds a group of weights by its
+    learning rates, among others, and would miss it where they differ.
     """
     inners = torch_optimizers(trainer.optimizer)
     for group in (group for inner in inners[:1] for group in inner.param_groups[:1]):
@@ -64,7 +66,7 @@ def load(trainer: Trainer, state: dict[str, Any]) -> None:
     parts = _distributed_parts(trainer.optimizer)
     for part in parts:
         _keep_steps(part)
-    _add_steps_of_zero(state)
+    _place_steps(state, in_groups=Adam is not torch.optim.AdamW and isinstance(inners[0], Adam))
     trainer.optimizer.load_state_dict(state)
     for part in parts:
         del part._set_main_param_and_optimizer_states
@@ -122,16 +124,31 @@ def _complete_moments(part: DistributedOptimizer) -> None:
     bind("single_moment", part, _get_main_param_and_optimizer_states=get_two)
 
 
-def _add_steps_of_zero(state: dict[Any, Any]) -> None:
-    """Complete the moments of a run without an update, whose optimizer may be one of a chain."""
-    moments = state.get("state")
-    if "param_groups" in state and isinstance(moments, dict):
-        if any("exp_avg" in each and "step" not in each for each in moments.values() if isinstance(each, dict)):
-            moments.setdefault("common_step", torch.zeros((), dtype=torch.float32))
+def _place_steps(state: dict[Any, Any], in_groups: bool) -> None:
+    """Move the number of updates, 0 before the first, to where this run's optimizer counts them.
+
+    Args:
+        state: of one or several optimizers; the distributed one's has no moments, and Megatron-core moves its steps.
+        in_groups: whether it counts them in groups of weights, not at each weight.
+    """
+    groups = state.get("param_groups")
+    if groups is None:
+        for part in state.values():
+            if isinstance(part, dict):
+                _place_steps(part, in_groups)
         return
-    for part in state.values():
-        if isinstance(part, dict):
-            _add_steps_of_zero(part)
+    moments = state.get("state", {})
+    states = [each for each in moments.values() if isinstance(each, dict)]
+    if not any("exp_avg" in each for each in states):
+        return
+    steps = [each.pop("step") for each in states if "step" in each]
+    steps += [group["step"] for group in groups if "step" in group]
+    step = moments.pop("common_step", steps[0] if steps else 0)
+    if in_groups:
+        for group in groups:
+            group["step"] = int(step)
+    else:
+        moments["common_step"] = torch.as_tensor(step, dtype=torch.float32)
 
 
 def _index_as_buckets_lie(part: DistributedOptimizer) -> None:

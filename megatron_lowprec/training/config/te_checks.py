@@ -18,14 +18,19 @@ def check(config: Config, recipe: Recipe) -> TEConfig:
     """``te_config``, after checking this model's sizes and layout.
 
     Raises:
-        UserError: as ``te_config``; features that are no multiple of 16 (MXFP8: 32) on a rank; more bf16 layers than a
-            stage has.
+        UserError: as ``te_config``; FP8 weights that a CPU initializes; features that are no multiple of 16 (MXFP8: 32)
+            on a rank; more bf16 layers than a stage has.
     """
     found = te_config(recipe)
     if found.kind is None:
         if config.fp8_param_gather:
             raise UserError(f"--fp8-param-gather needs an FP8 recipe, not --recipe {recipe.name}; leave it out")
         return found
+    if config.fp8_param_gather and config.use_cpu_initialization:
+        raise UserError(
+            "--fp8-param-gather: TransformerEngine's kernels fault on FP8 weights that --use-cpu-initialization "
+            "creates in host memory; leave one of the two out"
+        )
     multiple = KINDS[found.kind].multiple
     for site in linear_sites(config):
         ranks = {"column": (1, config.tensor_model_parallel_size), "row": (config.tensor_model_parallel_size, 1)}

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowprec.mcore.debug.finite_check import Finding, FiniteCheck
+from megatron_lowprec.mcore.finite import all_finite
 from megatron_lowprec.mcore.optim.expert_bias import keep_expert_biases
 from megatron_lowprec.mcore.optim.stored_gradient import has_finite_gradient
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
@@ -83,7 +84,7 @@ def weights_are_finite(trainer: Trainer) -> bool:
         for weight in chunk.parameters():
             # Inf saturates in FP8 codes; the amax of the main weights shows it.
             values = weight.main_amax if isinstance(weight, Fp8Weight) else weight
-            bad |= (~values.isfinite()).any()
+            bad |= ~all_finite(values)
     dist.all_reduce(bad, op=dist.ReduceOp.MAX)
     return not bad
 

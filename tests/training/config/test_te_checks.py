@@ -46,6 +46,13 @@ def test_mxfp8_needs_blocks_of_32() -> None:
     assert check(model(hidden_size=80), load_recipe("fp8_current", [])).kind == "tensorwise"
 
 
+def test_fp8_weights_in_host_memory_are_refused() -> None:
+    fp8 = {"use_distributed_optimizer": True, "bf16": True, "fp8_param_gather": True}
+    with pytest.raises(UserError, match="--use-cpu-initialization creates in host memory"):
+        check(model(use_cpu_initialization=True, **fp8), load_recipe("fp8_current", []))
+    assert check(model(**fp8), load_recipe("fp8_current", [])).kind == "tensorwise"
+
+
 def test_a_backward_pass_overridden_by_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "high_precision")
     config = model(transformer_impl="transformer_engine")

@@ -72,7 +72,7 @@ def of_archives(kind: str, archives: str) -> list[dict[str, str]]:
     return table(f"{archives.partition('/')[0]}.md", " ".join([kind, *names]))
 
 
-RIVALS = "fp4-rivals/25m fp4-rivals/25m-others fp4-rivals/25m-phases"
+RIVALS = "fp4-rivals/25m fp4-rivals/25m-others fp4-rivals/25m-phases fp4-rivals/25m-phases-seeds"
 QUALITY = {
     "recipes-25m/runs": ["mxfp4"],
     "fp8-lm/levels": [],
@@ -136,7 +136,7 @@ def test_losses_by_text(name: str) -> None:
 def test_rivals_by_seed() -> None:
     curves = {run.rpartition("/")[2]: found for run, found in Archive(RIVALS).metrics(LOSS).items()}
     rows = of_archives("validations", RIVALS)
-    assert len(rows) == len(curves) - 2
+    assert len(rows) == sum("-bf16-" not in run for run in curves)
     for row in rows:
         (at, ours), (_, bf16) = (curves[f"gpt_25m-{recipe}-s{row['seed']}"] for recipe in (row["recipe"], "bf16"))
         for iteration, difference in zip(at, ours - bf16, strict=True):
@@ -154,18 +154,19 @@ def test_rivals_by_text() -> None:
                     scores[*key, "nats"] = found["loss"]
                     scores[*key, "bits"] = found["loss"] * found["tokens"] / found["bytes"] / math.log(2)
     rows = of_archives("texts", RIVALS)
-    assert 2 * 2 * len(rows) == len(scores)
+    assert 2 * sum(int(row["seeds"]) for row in rows) == len(scores)
     for row in rows:
         key = row["text"], row["trained under"], row["scored under"]
-        nats, bits = ([scores[*key, seed, unit] for seed in ("1234", "1235")] for unit in ("nats", "bits"))
+        seeds = [f"{1234 + at}" for at in range(int(row["seeds"]))]
+        nats, bits = ([scores[*key, seed, unit] for seed in seeds] for unit in ("nats", "bits"))
         beside = row["text"], "bf16", "bf16"
-        gaps = [ours - scores[*beside, seed, "nats"] for ours, seed in zip(nats, ("1234", "1235"), strict=True)]
+        gaps = [ours - scores[*beside, seed, "nats"] for ours, seed in zip(nats, seeds, strict=True)]
         assert shown(row["loss, nats"]) == within(mean(nats), 4)
         assert shown(row["bits a byte"]) == within(mean(bits), 4)
         assert shown(row["less bf16's, nats"]) == within(mean(gaps), 4)
         assert shown(row["smallest"]) == within(min(gaps), 4)
         assert shown(row["largest"]) == within(max(gaps), 4)
-        of_bits = mean(bits) - mean(scores[*beside, seed, "bits"] for seed in ("1234", "1235"))
+        of_bits = mean(bits) - mean(scores[*beside, seed, "bits"] for seed in seeds)
         assert shown(row["less bf16's, bits a byte"]) == within(of_bits, 4)
 
 

@@ -7,6 +7,8 @@
     experiment FILE TABLE COLUMN ...  a table of tools/numerics.py, by the JSON file's keys; all columns without names
     bench FILE COLUMN ...          rows of tools.bench; COLUMN is KEY for all, KEY=PATTERN for those rows only
     experts FILE ...               ``tools.bench experts``, the fastest round of each row
+    peaks FILE ...                 peak GiB of tools/run_logs.py and their shares of bf16's in the same file, a column
+                                   for NAME.json and NAME-others.json together
 
 A FILE is beside the page.
 """
@@ -90,6 +92,18 @@ def _experts(page: Path, *names: str) -> Iterator[Row]:
     yield "torch's grouped product, bf16", "", f"{ms[product]:.1f}", f"{rows[product]['host_us'] / 1e3:.1f}", "", ""
 
 
+def _peaks(page: Path, *names: str) -> Iterator[Row]:
+    peaks = dict[str, dict[str, str]]()
+    columns = list(dict.fromkeys(Path(name).stem.removesuffix("-others") for name in names))
+    for name in names:
+        for row in data_of(page, name)["tables"][0]["rows"]:
+            cells = peaks.setdefault(row["variant"], {})
+            cell = f"{row['peak_gib']:.1f}, {row['peak_over_bf16']:.3f}"
+            assert cells.setdefault(Path(name).stem.removesuffix("-others"), cell) == cell, f"{name}: {row['variant']}"
+    yield "", *(column.replace("-", ", ") for column in columns)
+    yield from ([variant, *(cells.get(column, "") for column in columns)] for variant, cells in sorted(peaks.items()))
+
+
 def _steps(page: Path, *names: str) -> Iterator[Row]:
     yield "model, batch", "recipe", "step, ms", "over bf16", "kernels, ms", "quantizers of these", "amaxes", "peak GiB"
     for name in names:
@@ -157,4 +171,5 @@ TABLES: dict[str, Callable[..., Iterator[Row]]] = {
     "experiment": _experiment,
     "bench": _bench,
     "experts": _experts,
+    "peaks": _peaks,
 }

@@ -15,7 +15,7 @@ TESTS ?= tests
 MEGATRON_CORE ?= $(shell sed -n 's/^megatron-core==\([0-9.]*\); python_version >= .*/\1/p' $(LOCK))
 RELEASE = $(VENV)/megatron-core-$(MEGATRON_CORE)
 TRITON ?= 3.9.0
-RELEASE_TESTS ?= tests/mcore tests/distributed/test_driver.py tests/training/test_run.py tests/training/checkpoint tests/clients
+RELEASE_TESTS ?= tests/mcore tests/distributed/test_driver.py tests/training/run tests/training/checkpoint tests/clients
 LAYOUT_PARITY ?=
 OPTIONAL := wandb,datasets,sentencepiece,peft,torchtitan
 FUZZ ?= --mutations 500 --out docs/results/fuzz.md

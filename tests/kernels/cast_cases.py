@@ -30,7 +30,7 @@ from megatron_lowprec.kernels.cast_fp8.prologue import (
 )
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule
 from megatron_lowprec.scaling import scale_rules
-from tests.kernels.mx_cases import difference
+from tests.kernels.mx_launch import difference
 
 FLOOR, EPS = 1e-12, 1e-5
 # by columns of the joined matrix: those of a group's queries, and of its key or its value

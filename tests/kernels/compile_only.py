@@ -75,7 +75,8 @@ def casts(bf16: torch.dtype = torch.bfloat16) -> None:
 
 
 def mx_operands() -> None:
-    from tests.kernels.mx_cases import Case, differences, nvfp4_cases
+    from tests.kernels.mx_cases import nvfp4_cases
+    from tests.kernels.mx_launch import Case, differences
 
     for case in (
         *nvfp4_cases()[1:5:3],  # both directions under SR, square blocks
@@ -89,19 +90,15 @@ def mx_operands() -> None:
 
 
 def mx_codes() -> None:
-    from tests.kernels.mx_cases import coded_differences
+    from tests.kernels.mx_layers import coded_differences
 
     coded_differences("cpu")  # there are some: nothing has run
 
 
 def groups() -> None:
-    from tests.kernels.grouped_cases import (
-        CASES,
-        cast_differences,
-        fp8_differences,
-        operand_differences,
-        product_differences,
-    )
+    from tests.kernels.grouped_casts import cast_differences
+    from tests.kernels.grouped_operands import CASES, operand_differences
+    from tests.kernels.grouped_products import fp8_differences, product_differences
 
     for case in CASES:
         operand_differences(case, "cpu")  # there are some: nothing has run

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.grouped_cases import (
-    CASES,
-    Case,
-    cast_differences,
+from tests.kernels.grouped_casts import cast_differences
+from tests.kernels.grouped_operands import CASES, Case, operand_differences
+from tests.kernels.grouped_products import (
     fp8_differences,
     fp8_tiling_differences,
-    operand_differences,
     product_differences,
     tiling_differences,
 )

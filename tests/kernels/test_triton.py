@@ -11,7 +11,10 @@ from megatron_lowprec.recipe.quant_spec import HADAMARD_BLOCKS
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.registry import get_recipe
 from tests.kernels.interpreted import assert_no_differences
-from tests.kernels.mx_cases import Case, coded_differences, differences, gpu_cases, nvfp4_recipe, small_cases
+from tests.kernels.mx_cases import gpu_cases, small_cases
+from tests.kernels.mx_launch import Case, differences
+from tests.kernels.mx_layers import coded_differences
+from tests.kernels.mx_recipes import nvfp4_recipe
 
 gpu_recipes = pytest.mark.parametrize(
     "recipe", [get_recipe("mxfp4_rht_sr"), nvfp4_recipe(), get_recipe("quartet2")], ids=lambda one: one.name

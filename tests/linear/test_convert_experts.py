@@ -3,103 +3,39 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from megatron_lowprec import convert, get_recipe
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.convert import plain_state_dict, plan
 from megatron_lowprec.linear.experts.expert_linear import ExpertLinear
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.lowprec_linear import _LinearFunction, end_step
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
+from tests.linear.expert_models import (
+    BOTH,
+    EXPERTS,
+    FFN,
+    HIDDEN,
+    KINDS,
+    TOP_K,
+    build,
+    experts_of,
+    only_experts,
+    tokens_of,
+    train,
+    transformers,
+)
 from tests.weekly import also_weekly
-
-transformers = pytest.importorskip("transformers")  # the extra dev has it
-
-VOCABULARY, HIDDEN, FFN, EXPERTS, TOP_K = 32, 64, 64, 4, 2
-BOTH = "fp8_mxfp4_rht_sr"  # delayed scales and random draws
-KINDS: dict[str, tuple[str, dict[str, int]]] = {
-    "mixtral": ("Mixtral", {"num_local_experts": EXPERTS, "intermediate_size": FFN}),
-    "qwen3_moe": ("Qwen3Moe", {"num_experts": EXPERTS, "moe_intermediate_size": FFN}),
-    "deepseek_v3": (
-        "DeepseekV3",
-        {
-            "n_routed_experts": EXPERTS,
-            "moe_intermediate_size": FFN,
-            "intermediate_size": FFN,
-            "first_k_dense_replace": 0,
-            "n_group": 1,
-            "topk_group": 1,
-            "kv_lora_rank": 64,
-            "q_lora_rank": 64,
-            "qk_rope_head_dim": 32,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
-        },
-    ),
-}
-
-
-def build(kind: str = "mixtral", **options: Any) -> Any:
-    """A model of one layer with random weights of seed 0."""
-    name, sizes = KINDS[kind]
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_experts_per_tok=TOP_K,
-        **sizes,
-        **options,
-    )
-    torch.manual_seed(0)
-    return getattr(transformers, f"{name}ForCausalLM")(config).train()
-
-
-def experts_of(model: Any) -> Any:
-    return model.model.layers[0].mlp.experts
-
-
-def tokens_of(seed: int) -> torch.Tensor:
-    return torch.randint(VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(seed))
-
-
-def only_experts(model: Any, recipe: str = BOTH) -> Any:
-    """The model with no other converted layers, which take time."""
-    return convert(model, recipe, filter=lambda path, _: ".experts." in path)
-
-
-def train(model: Any, steps: int, microbatches: int = 1) -> list[float]:
-    """Losses of steps on the same batches."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    losses = []
-    for _ in range(steps):
-        for microbatch in range(microbatches):
-            tokens = tokens_of(microbatch)
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 @pytest.mark.slow
@@ -287,71 +223,6 @@ def test_recomputation_and_evaluation_change_no_bit() -> None:
     assert found == want
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "recipe"),
-    also_weekly(
-        [(kind, recipe) for kind in ("mixtral", "qwen3_moe") for recipe in (BOTH, "fp8_current", "mxfp8")],
-        [f"mixtral-{BOTH}", "qwen3_moe-fp8_current"],
-    ),
-)
-def test_compiled_experts_are_in_one_graph(kind: str, recipe: str) -> None:
-    """However many tokens each of them has; losses are those of eager mode, with draws and histories."""
-    want = train(only_experts(build(kind), recipe), 3, microbatches=2)
-    model, backend = only_experts(build(kind), recipe), CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
-    experts_of(model).compile(backend=backend, fullgraph=True)
-    assert train(model, 3, microbatches=2) == want
-    assert backend.frame_count == 1
-
-
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_compiled_experts_wait_once_for_the_device(recomputes: bool) -> None:
-    """One copy of the counts serves both layers and the backward pass, also where it recomputes activations."""
-    graphs: list[Any] = []
-
-    def graph_of(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return make_boxed_func(graph.forward)
-
-    partition = min_cut_rematerialization_partition  # of Inductor
-    backend = aot_autograd(fw_compiler=graph_of, bw_compiler=graph_of, partition_fn=partition)
-    module = experts_of(only_experts(build()))
-    torch._dynamo.reset()
-    run = partial(checkpoint, module, use_reentrant=False) if recomputes else module
-    compiled = torch.compile(run, backend=backend, fullgraph=True)
-    compiled(torch.randn(4, HIDDEN, requires_grad=True), torch.zeros(4, 1).long(), torch.ones(4, 1)).sum().backward()
-
-    def calls(graph: Any, operator: str) -> list[Any]:
-        target = getattr(torch.ops.megatron_lowprec, operator).default
-        return list(graph.graph.find_nodes(op="call_function", target=target))
-
-    (copied,) = calls(graphs[0], "counts_on_host")
-    assert [node.args[2] for node in calls(graphs[0], "expert_linear")] == [copied] * 2
-    assert not calls(graphs[1], "counts_on_host")
-    again, backward = calls(graphs[1], "expert_linear"), calls(graphs[1], "expert_linear_backward")
-    assert len(again) == recomputes
-    saved = [node.args[2] for node in again] + [node.args[3] for node in backward]
-    assert [(node.op, node.name) for node in saved] == [("placeholder", copied.name)] * (2 + recomputes)
-
-
-def test_compiled_experts_leave_tokens_of_no_expert_out() -> None:
-    """As the router marks them where ranks hold some experts each; gradients of their rows are zeros."""
-    index = torch.tensor([[0, EXPERTS], [2, 1], [EXPERTS, EXPERTS], [2, 3]])
-    found = []
-    for compiles in (False, True):
-        module = experts_of(only_experts(build()))
-        if compiles:
-            torch._dynamo.reset()
-            module.compile(backend="aot_eager", fullgraph=True)
-        x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        y = module(x, index, torch.full((4, 2), 0.5))
-        y.backward(y.detach())
-        found.append([y.detach(), x.grad, *(each.grad for each in module.parameters(recurse=False))])
-    assert all(map(torch.equal, *found))
-    assert found[0][1][2].count_nonzero() == 0
-
-
 def test_wrappers_of_torch_change_no_bit() -> None:
     """FSDP2 gathers the experts' weights in the dtype of the model."""
     want = train(only_experts(build()), 2)
@@ -383,138 +254,3 @@ def test_frozen_experts_have_no_gradient_and_change_no_other() -> None:
     assert found[1].pop(name) is None
     assert found[0].pop(name) is not None
     assert all(torch.equal(gradient, found[1][each]) for each, gradient in found[0].items())
-
-
-def _saved(model: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def _loaded(model: Any) -> Any:
-    other = only_experts(build())
-    other.load_state_dict(copy.deepcopy(model.state_dict()), strict=True)
-    return other
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), _saved, _loaded])
-def test_a_copy_continues_as_the_model(copied: Callable[[Any], Any]) -> None:
-    model = only_experts(build())
-    train(model, 2)
-    other = copied(model)
-    del other.lm_head  # the copy shares nothing with the model
-    other = copied(model)
-    assert isinstance(experts_of(other), type(experts_of(build())))
-    state = model.state_dict()
-    assert train(other, 2) == train(model, 2)
-    assert all(torch.equal(value, state[key]) is False for key, value in other.state_dict().items() if "amax" in key)
-
-
-def test_a_shallow_copy_takes_no_layer_of_its_source() -> None:
-    experts = experts_of(only_experts(build()))
-    other = copy.copy(experts)
-    assert other.down_proj_gemms is not experts.down_proj_gemms
-    assert other.down_proj_gemms.weight is other.down_proj
-    del other
-    assert experts.down_proj_gemms.weight is experts.down_proj
-    assert isinstance(experts.down_proj_gemms(torch.zeros(1, FFN), [1, 0, 0, 0]), torch.Tensor)
-
-
-def test_state_dict_has_the_keys_of_the_model_and_of_the_recipe() -> None:
-    plain, model = build(), only_experts(build())
-    experts = "model.layers.0.mlp.experts."
-    added = sorted(key.removeprefix(experts) for key in model.state_dict() if key.startswith(experts))
-    operands = [f"amax.{tensor}" for tensor in ("input", "weight")]
-    names = [f"{name}_proj_gemms.{key}" for name in ("down", "gate_up") for key in (*operands, "draws")]
-    assert added == sorted([*names, "down_proj", "gate_up_proj"])
-    assert model.state_dict()[f"{experts}down_proj_gemms.amax.input"].shape == (EXPERTS, 1025)
-    plain.load_state_dict(plain_state_dict(model), strict=True)
-    model.load_state_dict(plain.state_dict(), strict=True)
-    with pytest.warns(UserWarning, match="keys that this recipe does not use"):
-        convert(build(), "mxfp8").load_state_dict(model.state_dict(), strict=True)
-
-
-def test_scales_follow_the_optimizer_of_the_experts() -> None:
-    """Each expert has its own amaxes; one without tokens keeps its window, and is evaluated by its current amax."""
-    converted = convert(experts_of(build()), "fp8_delayed")
-    x, factors = torch.randn(8, HIDDEN), torch.ones(8, 1)
-    optimizer = torch.optim.SGD(converted.parameters(), lr=0.1)
-    converted(x, torch.ones(8, 1, dtype=torch.int64), factors).sum().backward()
-    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()  # of other weights
-    assert not converted.gate_up_proj_gemms.amax.input.any()
-    optimizer.step()
-    of_inputs = converted.gate_up_proj_gemms.amax.input
-    assert of_inputs[:, 0].tolist() == [0, float(x.abs().max()), 0, 0]
-    index = torch.tensor([0, 1] * 4).unsqueeze(1)
-    with torch.no_grad(), pytest.warns(UserWarning, match="scales by current amaxes"):
-        y = converted.eval()(1e6 * x, index, factors)
-    current = convert(experts_of(build()), "fp8_current").eval()
-    current.load_state_dict(plain_state_dict(converted))
-    of_current = current(1e6 * x, index, factors)
-    assert torch.equal(y[::2], of_current[::2])
-    assert y[1::2].abs().max() < 1e-3 * of_current[1::2].abs().max()  # saturated
-
-
-class OwnExperts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.weight = (nn.Parameter(torch.randn(EXPERTS, FFN, HIDDEN)) for _ in range(2))
-
-
-def test_experts_that_stay_are_named_with_the_reason() -> None:
-    def changed(change: Callable[[Any], Any]) -> str:
-        model = build()
-        change(model)
-        with pytest.warns(UserWarning, match="mlp.experts") as warned:
-            convert(model, "mxfp8")
-        assert not any(isinstance(module, ExpertLinear) for module in model.modules())
-        return str(warned[0].message)
-
-    def replace_forward(model: Any) -> None:
-        experts_of(model).forward = lambda *_: None
-
-    def replace_experts(model: Any) -> None:
-        model.model.layers[0].mlp.experts = OwnExperts()
-
-    def spread(model: Any) -> None:
-        experts_of(model)._is_expert_parallel = True
-
-    def take_kernels(model: Any) -> None:
-        model.config._experts_implementation_internal = "sonicmoe"
-
-    assert "experts is replaced on the module" in changed(replace_forward)
-    own = changed(replace_experts)
-    assert "OwnExperts have a forward of their own" in own
-    assert "not converted: model.layers.*.mlp.experts.w1, model.layers.*.mlp.experts.weight (" in own
-    assert "spread over ranks" in changed(spread)
-    assert "the implementation sonicmoe, whose kernels follow no recipe" in changed(take_kernels)
-    found = plan(build(), "mxfp8", dtype=torch.float16).excluded["model.layers.0.mlp.experts.down_proj"]
-    assert "float16" in found.reason
-
-
-def test_each_weight_of_the_experts_is_a_layer_for_rules_and_filters() -> None:
-    kept = convert(build(), "mxfp8", keep_bf16=["*.experts.down_proj"])
-    paths = ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"]
-    found = plan(build(), "mxfp8", keep_bf16=["*.experts.down_proj"])
-    assert set(paths) & set(found.converted) == {paths[0]}
-    assert found.excluded[paths[1]] == ("by keep_bf16", True)
-    linears = [experts_of(kept).gate_up_proj_gemms, experts_of(kept).down_proj_gemms]
-    assert [linear.linear_gemms.recipe.quantized for linear in linears] == [True, False]
-    model, seen = build(), {}
-    plan(model, "mxfp8", filter=lambda path, module: seen.setdefault(path, module) is None)
-    assert [seen[path] for path in paths] == [experts_of(model)] * 2
-    with pytest.raises(UserError, match="already: convert a model once"):
-        convert(kept, "mxfp8")
-
-
-def test_experts_are_refused_where_they_cannot_run() -> None:
-    converted, index = convert(experts_of(build()), "mxfp8"), torch.zeros(4, 1, dtype=torch.int64)
-    with pytest.raises(UserError, match=r"weight of torch.float32 got an input of torch.bfloat16"):
-        converted(torch.zeros(4, HIDDEN).bfloat16(), index, torch.ones(4, 1))
-    x = torch.zeros(4, HIDDEN, requires_grad=True)
-    with pytest.raises(UserError, match="create_graph=True reached down_proj"):
-        torch.autograd.grad(converted(x, index, torch.ones(4, 1)).sum(), x, create_graph=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        in_bf16 = converted(torch.ones(4, HIDDEN), index, torch.ones(4, 1))
-    assert torch.equal(in_bf16, converted.bfloat16()(torch.ones(4, HIDDEN).bfloat16(), index, torch.ones(4, 1)).float())

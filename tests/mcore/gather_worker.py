@@ -23,21 +23,20 @@ from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.schema import QuantSpec
 from megatron_lowprec.training.memory.transfers import layer_transfers
-from tests.mcore.fused_worker import (
+from tests.mcore.fused_model import (
     BATCH,
     DEVICE,
     HIDDEN,
-    PARALLEL,
     RECOMPUTED,
     RECOMPUTED_MLP,
     SEQUENCE,
     VOCABULARY,
     build,
     equal_but_for,
-    main,
     native,
     two_steps,
 )
+from tests.mcore.fused_worker import PARALLEL, main
 
 SIZES = {"hidden_size": 256, "ffn_hidden_size": 512} if DEVICE == "cuda" else {}
 STEPS, MICROBATCHES = 3, 2

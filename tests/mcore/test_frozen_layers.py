@@ -11,8 +11,8 @@ from torch import nn
 
 from megatron_lowprec import convert, get_recipe
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from tests.mcore.spec_loop import LAYERS, RECOMPUTE, Loop, tracked
 from tests.mcore.test_grouped_mlp import bound, experts_of, pass_through
-from tests.mcore.test_layer_spec import LAYERS, RECOMPUTE, Loop, tracked
 
 pytestmark = pytest.mark.usefixtures("world", "bounded")
 

@@ -8,7 +8,7 @@ from statistics import mean
 import pytest
 import torch
 
-from tests.mcore.fused_worker import DEVICE, SEQUENCE, VOCABULARY, build
+from tests.mcore.fused_model import DEVICE, SEQUENCE, VOCABULARY, build
 from tests.mcore.one_process import one_process
 
 SAMPLES = 64

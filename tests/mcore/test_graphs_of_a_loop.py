@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_lowprec import UserError, get_recipe
-from tests.mcore.test_layer_spec import LAYERS, MICROBATCHES, RECIPES, SEED, Loop, gpt, tracked
+from tests.mcore.spec_loop import LAYERS, MICROBATCHES, RECIPES, SEED, Loop, gpt, tracked
 from tests.training.rerun_recorder import RerunRecorder, rerun_under_spec
 
 pytestmark = pytest.mark.usefixtures("world")

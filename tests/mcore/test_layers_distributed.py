@@ -7,6 +7,7 @@ import pytest
 from tests.checks import assert_none_failed
 from tests.launch import fork_ranks
 from tests.mcore import worker
+from tests.mcore.shard_checks import PLAIN
 from tests.weekly import checks_of
 
 # the specs of each are among those of the others
@@ -35,4 +36,4 @@ def test_all_checks_on_two_processes(weekly: bool, tmp_path: Path) -> None:
 def test_the_worker_checks_every_recipe() -> None:
     # 16 of stock layers, all recipes but those with phases, 6 of them again, 2 of own scales, 8 of recompute, 3 of
     # main_grad, 6 by themselves
-    assert len(worker.CHECKS) == 16 + len(worker.PLAIN) + 6 + 2 + 8 + 3 + 6
+    assert len(worker.CHECKS) == 16 + len(PLAIN) + 6 + 2 + 8 + 3 + 6

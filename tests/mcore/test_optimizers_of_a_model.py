@@ -12,10 +12,10 @@ from torch import nn
 
 from megatron_lowprec.mcore.optim.recipe_optimizer import torch_optimizers
 from megatron_lowprec.mcore.step_tracker import may_update
+from tests.mcore.built_trainers import Build, build, kinds
 from tests.mcore.one_process import one_process
+from tests.mcore.spec_loop import MICROBATCHES, Loop, tracked
 from tests.mcore.test_frozen_layers import amaxes
-from tests.mcore.test_layer_spec import MICROBATCHES, Loop, tracked
-from tests.mcore.test_optimizer_step import Build, build, kinds
 
 _ = build  # a fixture
 

@@ -17,7 +17,7 @@ from megatron_lowprec.mcore.optim.vocabulary_grad import (
     accumulate_vocabulary_gradients,
 )
 from tests.mcore.one_process import one_process
-from tests.mcore.test_layer_spec import SEQUENCE, VOCABULARY, gpt
+from tests.mcore.spec_loop import SEQUENCE, VOCABULARY, gpt
 
 
 @pytest.fixture

@@ -37,6 +37,9 @@ OPTIONS: dict[str, Any] = {
 }
 SWEEP: dict[str, Any] = {"models": ["gpt_tiny"], "recipes": ["bf16", "mxfp4"], "seeds": [1], "options": OPTIONS}
 
+# Jobs of SWEEP.
+BF16, MXFP4 = "gpt_tiny-bf16-s1", "gpt_tiny-mxfp4-s1"
+
 WriteSweep = Callable[..., str]
 
 

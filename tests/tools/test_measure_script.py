@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.command_checks import check
 from tests.docs.markdown import Command
-from tests.docs.test_commands import check
 from tools.bench import __main__ as bench
 
 ROOT = Path(__file__).parents[2]

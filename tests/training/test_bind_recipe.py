@@ -11,8 +11,8 @@ import pytest
 from megatron_lowprec import KeepBf16, UserError, get_recipe
 from megatron_lowprec.mcore.runtime import bind_recipe
 from megatron_lowprec.training import loop
-from tests.training.helpers import argv
-from tests.training.test_run import LLAMA, Drive
+from tests.training.conftest import Drive
+from tests.training.helpers import LLAMA, argv
 
 
 @pytest.fixture

@@ -1,12 +1,9 @@
-"""--cuda-graph-impl: the bits of a run without graphs; reasons why layers cannot be captured."""
+"""--cuda-graph-impl: the bits of a run without graphs, by recordings that run again on a CPU and by graphs on a GPU."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import re
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,131 +13,17 @@ from megatron.core import tensor_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.mcore.graphs import layer_graphs
 from megatron_lowprec.mcore.graphs.layer_graphs import LayerGraphs
-from megatron_lowprec.quantization import device_rng_step
-from megatron_lowprec.quantization.quantizer import quantize
-from megatron_lowprec.quantization.random_stream import RandomStream
-from megatron_lowprec.quantization.transform import Transform
-from megatron_lowprec.recipe.parsing import load_recipe
-from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.recipe.schema import HadamardSpec
 from megatron_lowprec.training import loop, model
 from megatron_lowprec.training.checkpoint import random_state
-from megatron_lowprec.training.config.arguments import parse
-from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
-from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.model import Trainer
-from tests.launch import fork_ranks, torchrun
 from tests.training.conftest import Drive
+from tests.training.graph_cases import CASES, EACH_TIME, EAGER, GRAPHS, KEYS, ON_GPU, PHASES, RECIPES, SMALL
 from tests.training.helpers import argv, rows
 from tests.training.rerun_recorder import RerunRecorder, rerun_on_a_cpu
 from tests.training.test_deterministic import as_before  # noqa: F401 - for the runs in deterministic mode here
-from tests.weekly import also_weekly, checks_of
-
-GRAPHS: dict[str, Any] = {"cuda_graph_impl": "local"}
-EAGER: dict[str, Any] = {"cuda_graph_impl": "none"}
-
-
-# ---- what is refused
-
-
-def resolved(
-    gpus: bool = True, world_size: int = 1, recipe: str = "bf16", asked: str = "local", **changes: Any
-) -> tuple[Config, list[str]]:
-    config = resolve_model(parse(argv(cuda_graph_impl=asked, **changes))[0])
-    loaded = load_recipe(recipe, config.recipe_override)
-    return resolve_cuda_graphs(resolve_run(config, world_size, gpus), loaded, world_size, gpus)
-
-
-CHOOSE = "leave one of the two out"
-OBSTACLES: list[tuple[dict[str, Any], str, str]] = [
-    ({"num_experts": 4}, "the sizes of --num-experts 4 follow the router", CHOOSE),
-    (
-        {"pipeline_model_parallel_size": 2, "world_size": 2},
-        "has several microbatches on their way, and graphs hold the activations of one",
-        CHOOSE,
-    ),
-    ({"reset_attention_mask": True}, "--reset-attention-mask gives every microbatch a mask of its own", CHOOSE),
-    ({"recompute_granularity": "selective"}, r"selective runs layers twice \(--recompute-gelu works\)", CHOOSE),
-    ({"log_quantization_interval": 1}, "runs layers kernel by kernel in every iteration", "give 2 or more"),
-    (
-        {"distributed_backend": "gloo", "tensor_model_parallel_size": 2, "world_size": 2},
-        "collectives on the host",
-        "use nccl",
-    ),
-    (
-        {"recipe": "fp8_lm_o2", "global_batch_size": 4},
-        "recipe fp8_lm_o2 sums a step's microbatches in fp32 at changing addresses",
-        "add --recipe-override gradients.accumulation=format or raise --micro-batch-size",
-    ),
-    (
-        {"recipe": "deepseek_v3"},
-        "recipe deepseek_v3 saves activations in formats of its own",
-        "add --recipe-override activations.attention_output=none --recipe-override activations.swiglu_input=none",
-    ),
-]
-
-
-@pytest.mark.parametrize(("changes", "reason", "remedy"), OBSTACLES)
-def test_layers_that_cannot_be_captured_are_named(changes: dict[str, Any], reason: str, remedy: str) -> None:
-    with pytest.raises(UserError, match=f"--cuda-graph-impl local was given, but .*{reason}; {remedy}$"):
-        resolved(**changes)
-    config, (note,) = resolved(asked="auto", **changes)
-    assert config.cuda_graph_impl == "none"
-    assert re.search(f"^CUDA graphs: off, .*{reason}", note)
-
-
-def test_layers_are_captured_on_gpus_by_default() -> None:
-    assert parse(argv())[0].cuda_graph_impl == "auto"
-    config, notes = resolved(asked="auto", recompute_gelu=True)
-    assert (config.cuda_graph_impl, notes) == ("local", [])
-    config, notes = resolved(asked="none")
-    assert (config.cuda_graph_impl, notes) == ("none", [])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"global_batch_size": 2},
-        {"global_batch_size": 4, "world_size": 2},
-        {"global_batch_size": 4, "recipe_override": ["gradients.accumulation=format"]},
-    ],
-)
-def test_stored_gradients_are_captured_without_sums_in_fp32(changes: dict[str, Any]) -> None:
-    assert resolved(recipe="fp8_lm_o2", **changes)[0].cuda_graph_impl == "local"
-
-
-def test_it_needs_gpus_and_layers_of_this_project() -> None:
-    with pytest.raises(UserError, match="--cuda-graph-impl local was given, but torch sees no GPU; leave it out"):
-        resolved(gpus=False)
-    config, notes = resolved(gpus=False, asked="auto")
-    assert (config.cuda_graph_impl, notes) == ("none", [])  # nothing to say on a CPU
-    with pytest.raises(UserError, match="the layers are those of --transformer-impl transformer_engine"):
-        resolved(transformer_impl="transformer_engine")
-    with pytest.raises(UserError, match="--cuda-graph-impl transformer_engine: layers are captured whole"):
-        parse(argv(cuda_graph_impl="transformer_engine"))
-
-
-def test_megatron_core_s_own_graphs_stay_out() -> None:
-    config, _ = resolved(recompute_gelu=True, tensor_model_parallel_size=2, sequence_parallel=True, world_size=2)
-    assert config.cuda_graph_impl == "local"
-    assert model.transformer_config(config).cuda_graph_impl == "none"
-
-
-def test_draws_that_a_graph_would_repeat_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = get_recipe("mxfp4_rht_sr").dgrad.grad_output
-    assert spec is not None
-    x, stream = torch.randn(32, 64), RandomStream((1, 2), row_span=ShardSlice())
-    quantize(x, spec, random=stream)
-    Transform(HadamardSpec(32), stream).signs(x.device)
-    monkeypatch.setattr(device_rng_step, "capturing", lambda: True)
-    with pytest.raises(UserError, match="stochastic rounding runs on this device outside of the fused MX kernel"):
-        quantize(x, spec, random=stream)
-    with pytest.raises(UserError, match="a random Hadamard transform runs on this device"):
-        Transform(HadamardSpec(32), stream).signs(x.device)
+from tests.weekly import also_weekly
 
 
 def test_generators_of_the_tracker_are_saved_and_restored_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,28 +42,6 @@ def test_generators_of_the_tracker_are_saved_and_restored_by_value(monkeypatch: 
     assert torch.equal(torch.rand(4, generator=generator), drawn)
 
 
-# ---- the order of things, with recordings that run again on a CPU
-
-SMALL: dict[str, Any] = {
-    "num_layers": 3,
-    "hidden_size": 64,
-    "seq_length": 32,
-    "train_iters": 5,
-    "eval_iters": 1,
-    "eval_interval": 2,
-    "bf16": True,
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
-    "global_batch_size": 4,
-    "no_save": True,
-}
-# of a row of the metrics, exact
-KEYS = (
-    *("lm loss hex", "lm loss validation hex", "lm loss test hex"),
-    *("grad-norm", "params-norm", "skipped iterations"),
-)
-
-PHASES: dict[str, Any] = {"recipe": "fp8_delayed", "recipe_override": "phases=[{from_step: 2, fprop: bf16}]"}
 Digest = Callable[[], str]
 
 
@@ -213,107 +74,7 @@ def history(folder: str) -> list[dict[str, Any]]:
     return [{key: row[key] for key in KEYS if key in row} for row in rows(Path(folder))]
 
 
-OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
-# whose norms find amaxes, whose layers compute and cast again, and whose vocabulary adds its gradients
-LARGE_LLAMA: dict[str, Any] = {
-    "swiglu": True,
-    "disable_bias_linear": True,
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "untie_embeddings_and_output_weights": True,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "save_memory": True,
-}
-CASES: dict[str, dict[str, Any]] = {
-    "bf16": {},
-    "fp8_delayed": {"recipe": "fp8_delayed"},
-    "overlapped": {"recipe": "fp8_current", **OVERLAP},
-    "primary weights": {"recipe": "fp8_current", "fp8_param_gather": True, **OVERLAP},
-    "stochastic, three microbatches": {"recipe": "mxfp4_rht_sr", "global_batch_size": 6},
-    "one microbatch": {"recipe": "mxfp4_rht_sr", "global_batch_size": 2},
-    "rounded gradients": {"recipe": "fp8_delayed", "no_gradient_accumulation_fusion": True},
-    "bf16 gradients": {"grad_reduce_in_bf16": True},
-    "fp32, megatron-core's attention": {"bf16": None, "attention_backend": "local"},
-    "llama": {"swiglu": True, "disable_bias_linear": True, "position_embedding_type": "rope"},
-    "llama, as from 1e9 parameters on": {**LARGE_LLAMA, "recipe": "fp8_current", "fp8_param_gather": True, **OVERLAP},
-    "llama, as from 1e9 parameters on, emulated": {**LARGE_LLAMA, "recipe": "mxfp4_rht_sr"},
-    "stock linears": {"no_lowprec_linears": True},
-    "stored gradients": {"recipe": "fp8_lm_o2", "global_batch_size": 2},
-    "stored gradients, fp8 weights": {"recipe": "fp8_lm_o3", "global_batch_size": 2, **OVERLAP},
-    "stored gradients, two microbatches": {
-        "recipe": "fp8_lm_o2",
-        "recipe_override": "gradients.accumulation=format",
-    },
-}
-EACH_TIME = [
-    "bf16",
-    "fp8_delayed",
-    "stochastic, three microbatches",
-    "fp32, megatron-core's attention",
-    "stock linears",
-    "stored gradients",
-]
-
-# gathers run under the layers; for the norm of all weights they would end before the next step
-OVERLAPPED = {**OVERLAP, "global_batch_size": 8, "log_params_norm": None}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "data parallel": {"global_batch_size": 8},
-    "data parallel, overlapped": OVERLAPPED,
-    "data parallel, stored gradients": {**OVERLAPPED, "recipe": "fp8_lm_o2", "global_batch_size": 4},
-    "data parallel, primary weights": {**OVERLAPPED, "fp8_param_gather": True},
-    "tensor parallel": {"tensor_model_parallel_size": 2},
-    "tensor and sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "FP8 codes gathered": {
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-        "fp8_sequence_parallel_gather": True,
-        "recipe": "fp8_delayed",
-    },
-}
-
-
-LAYOUTS_WEEKLY = {"data parallel", "data parallel, overlapped", "tensor parallel"}  # parts of the others
-
-
-def first_difference(folder: Path, other: Path) -> str:
-    """Of two runs' exact rows, in words; empty where there is none."""
-    for row, theirs in zip(rows(folder), rows(other), strict=True):
-        for key in KEYS:
-            if row.get(key) != theirs.get(key):
-                return f"iteration {row['iteration']}: {key} {row.get(key)} and {theirs.get(key)}"
-    return ""
-
-
-def launch(folder: Path, script: str, cases: dict[str, dict[str, Any]], hide_gpus: bool) -> str:
-    """Runs by the names of their folders, on two processes, one after the other; what they have printed."""
-    (folder / "cases.json").write_text(json.dumps([argv(save=name, **options) for name, options in cases.items()]))
-    if hide_gpus:
-        printed = fork_ranks(2, [script, "cases.json"], folder)
-    else:
-        done = torchrun(2, [script, "cases.json"], folder)
-        printed = done.stdout
-        assert done.returncode == 0, f"{printed[-4000:]}\n--- stderr\n{done.stderr[-12000:]}"
-    errors = json.loads((folder / "errors.json").read_text())
-    assert errors == {}, f"{ {list(cases)[int(number)]: error for number, error in errors.items()} }"
-    return printed
-
-
-def check_replays(folder: Path, script: str, cases: dict[str, dict[str, Any]], hide_gpus: bool = False) -> None:
-    """Each case with and without graphs, in one launch; where they differ first, and whether plain runs differ."""
-    plain = {name: {"log_params_norm": True} | EAGER | options for name, options in cases.items()}
-    pairs = (((f"{name}-plain", case), (f"{name}-replayed", case | GRAPHS)) for name, case in plain.items())
-    printed = launch(folder, script, dict(chain(*pairs)), hide_gpus)
-    assert printed.count("CUDA graphs: 3 layers captured") == len(cases), printed[-4000:]
-
-    def different(kind: str, among: Iterable[str]) -> dict[str, str]:
-        found = {name: first_difference(folder / f"{name}-plain", folder / f"{name}-{kind}") for name in among}
-        return {name: where for name, where in found.items() if where}
-
-    found = different("replayed", cases)
-    if found:
-        launch(folder, script, {f"{name}-again": plain[name] for name in found}, hide_gpus)
-        pytest.fail(f"plain and replayed: {found}; plain and plain again: {different('again', found)}")
+# ---- the order of things, with recordings that run again on a CPU
 
 
 @pytest.mark.parametrize("case", also_weekly(CASES, EACH_TIME))
@@ -465,22 +226,6 @@ def test_layers_are_captured_anew_for_a_phase(drive: Drive, digest: Digest, reco
     assert [recorder.replayed for recorder in recorders] == [[*range(6)], [*range(6)] * 2]
 
 
-def test_a_difference_of_two_runs_is_named(tmp_path: Path) -> None:
-    for name, last in (("one", "0x1.8p+1"), ("same", "0x1.8p+1"), ("other", "0x1.9p+1")):
-        (tmp_path / name).mkdir()
-        made = [{"iteration": 1, "lm loss hex": "0x1.0p+2"}, {"iteration": 2, "lm loss hex": last, "seconds": last}]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in made))
-    assert first_difference(tmp_path / "one", tmp_path / "same") == ""
-    assert first_difference(tmp_path / "one", tmp_path / "other") == "iteration 2: lm loss hex 0x1.8p+1 and 0x1.9p+1"
-
-
-@pytest.mark.slow
-def test_recordings_on_two_processes_have_the_bits_of_plain_runs(weekly: bool, tmp_path: Path) -> None:
-    layouts = checks_of(LAYOUTS, LAYOUTS_WEEKLY, weekly)
-    cases = {name: SMALL | {"recipe": "fp8_current"} | LAYOUTS[name] for name in layouts}
-    check_replays(tmp_path, "tests/training/rerun_recorder.py", cases, hide_gpus=True)
-
-
 def check_that_a_bad_number_is_traced(
     drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: dict[str, Any]
 ) -> None:
@@ -514,9 +259,6 @@ def test_non_finite_values_are_found_in_eager_layers(
 
 # ---- on GPUs
 
-ON_GPU: dict[str, Any] = SMALL | {"hidden_size": 256, "num_attention_heads": 4, "seq_length": 128, "train_iters": 6}
-ON_GPU |= {"deterministic_mode": True, "log_params_norm": True}
-RECIPES = ["bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp4_rht_sr"]
 GPU_CASES: dict[str, dict[str, Any]] = {
     **{recipe: {"recipe": recipe} for recipe in RECIPES},
     **{name: case for name, case in CASES.items() if name not in RECIPES},
@@ -559,13 +301,3 @@ def test_a_bad_number_of_a_replay_is_found_in_layers_run_as_they_are(
     drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check_that_a_bad_number_is_traced(drive, monkeypatch, capsys, ON_GPU | {"train_iters": 5})
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_replays_on_two_gpus_have_the_bits_of_plain_runs(tmp_path: Path, layout: str) -> None:
-    recipes = ["fp8_delayed", "fp8_current"] if "fp8_param_gather" in LAYOUTS[layout] else RECIPES
-    recipes = [LAYOUTS[layout]["recipe"]] if "recipe" in LAYOUTS[layout] else recipes
-    cases = {recipe: ON_GPU | LAYOUTS[layout] | {"recipe": recipe} for recipe in recipes}
-    check_replays(tmp_path, "tests/training/bucket_runs.py", cases)

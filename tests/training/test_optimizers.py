@@ -15,7 +15,7 @@ from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.memory.plan import plan
-from tests.mcore.test_optimizer_step import Build, build
+from tests.mcore.built_trainers import Build, build
 from tests.once import once
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses, many_runs

@@ -15,8 +15,8 @@ from megatron_lowprec.training.models.sizes import (
     num_non_embedding_parameters,
     num_parameters,
 )
-from tests.training.helpers import argv
-from tests.training.test_run import LLAMA, Drive
+from tests.training.conftest import Drive
+from tests.training.helpers import LLAMA, argv
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def start(
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),  # as runs in this process: sums of the same order
             **hidden,
             "TE_STAND_IN_LOG": str(folder / f"{name}.log"),
         },

@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from megatron_lowprec.report.amounts import DASH
 from tools.tables.pages import Row, data_of
 
 _INSTRUCTIONS_A_SECOND = 0.75 * 132 * 4 * 32 * 1.7e9  # of H200's threads: 75% of the issue slots at 1.7 GHz
@@ -93,15 +94,16 @@ def _experts(page: Path, *names: str) -> Iterator[Row]:
 
 
 def _peaks(page: Path, *names: str) -> Iterator[Row]:
-    peaks = dict[str, dict[str, str]]()
+    peaks = dict[str, dict[str, tuple[str, str]]]()
     columns = list(dict.fromkeys(Path(name).stem.removesuffix("-others") for name in names))
     for name in names:
         for row in data_of(page, name)["tables"][0]["rows"]:
             cells = peaks.setdefault(row["variant"], {})
-            cell = f"{row['peak_gib']:.1f}, {row['peak_over_bf16']:.3f}"
+            cell = f"{row['peak_gib']:.1f}", f"{row['peak_over_bf16']:.3f}"
             assert cells.setdefault(Path(name).stem.removesuffix("-others"), cell) == cell, f"{name}: {row['variant']}"
-    yield "", *(column.replace("-", ", ") for column in columns)
-    yield from ([variant, *(cells.get(column, "") for column in columns)] for variant, cells in sorted(peaks.items()))
+    yield "", *(head for column in columns for head in (f"{column.upper()}, GiB".replace("-", ", "), "over bf16"))
+    for variant, cells in sorted(peaks.items()):
+        yield variant, *(value for column in columns for value in cells.get(column, (DASH, DASH)))
 
 
 def _steps(page: Path, *names: str) -> Iterator[Row]:

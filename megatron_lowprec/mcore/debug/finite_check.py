@@ -18,8 +18,8 @@ from torch import nn
 
 from megatron_lowprec.linear.layer_tensors import GradOutput, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.mcore.debug.finite import all_finite
 from megatron_lowprec.mcore.debug.instrumented import InstrumentedGemms, instrumented
-from megatron_lowprec.mcore.finite import all_finite
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_lowprec.comm.gradient_codes import GradientCodes
-from megatron_lowprec.mcore.finite import all_finite
+from megatron_lowprec.mcore.debug.finite import all_finite
 
 
 class StoredGradient:

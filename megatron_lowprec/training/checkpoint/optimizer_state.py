@@ -51,22 +51,23 @@ def load(trainer: Trainer, state: dict[str, Any]) -> None:
     """``optimizer.load_state_dict`` with workarounds for bugs of Megatron-core 0.16.1.
 
     With torch's AdamW the distributed optimizer copies each key of a weight's state, but a checkpoint has no "step" per
-    weight (KeyError). It also gives all weights one "step" tensor, which Adam then advances once per weight. Other
-    optimizers leave "step" where the saving run counts: FusedAdam of TransformerEngine and apex in groups of weights,
-    torch's AdamW at each weight (KeyError, or a count from 0). With any optimizer, the checkpoint's learning rates,
-    betas and eps would silently override this run's options. From 0.19 on Megatron-core finds a group of weights by its
-    learning rates, among others, and would miss it where they differ.
+    weight (KeyError). It also gives all weights one "step" tensor, which Adam then advances once per weight. Without
+    the distributed optimizer "step" stays where the saving run counts: FusedAdam of TransformerEngine and apex in
+    groups of weights, torch's AdamW at each weight (KeyError, or a count from 0). With any optimizer, the checkpoint's
+    learning rates, betas and eps would silently override this run's options. From 0.19 on Megatron-core finds a group
+    of weights by its learning rates, among others, and would miss it where they differ.
     """
     inners = torch_optimizers(trainer.optimizer)
     for group in (group for inner in inners[:1] for group in inner.param_groups[:1]):
         rates: dict[str, Any] = {name: group[name] for name in ("max_lr", "min_lr") if name in group}  # of all groups
-        for saved in _saved_groups(state):
+        for saved in (saved for part in _parts(state) for saved in part["param_groups"]):
             saved.update(rates)
     asked = [[_options_of(group) for group in inner.param_groups] for inner in inners]
     parts = _distributed_parts(trainer.optimizer)
     for part in parts:
         _keep_steps(part)
-    _place_steps(state, in_groups=Adam is not torch.optim.AdamW and isinstance(inners[0], Adam))
+    if inners:
+        _place_steps(state, inners[0])
     trainer.optimizer.load_state_dict(state)
     for part in parts:
         del part._set_main_param_and_optimizer_states
@@ -79,13 +80,14 @@ def load(trainer: Trainer, state: dict[str, Any]) -> None:
                 weight_state["step"] = weight_state["step"].clone().to(weight.device)
 
 
-def _saved_groups(state: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
-    """The groups of weights in the state of one or several optimizers."""
-    for name, value in state.items():
-        if name == "param_groups":
-            yield from value
-        elif isinstance(value, dict):
-            yield from _saved_groups(value)
+def _parts(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The states of one or several optimizers, each with groups of weights."""
+    if "param_groups" in state:
+        yield state
+        return
+    for part in state.values():
+        if isinstance(part, dict):
+            yield from _parts(part)
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,31 +126,26 @@ def _complete_moments(part: DistributedOptimizer) -> None:
     bind("single_moment", part, _get_main_param_and_optimizer_states=get_two)
 
 
-def _place_steps(state: dict[Any, Any], in_groups: bool) -> None:
-    """Move the number of updates, 0 before the first, to where this run's optimizer counts them.
+def _place_steps(state: dict[Any, Any], inner: torch.optim.Optimizer) -> None:
+    """Set the number of updates, 0 before the first, where ``inner`` counts them, in all parts of a chain.
 
-    Args:
-        state: of one or several optimizers; the distributed one's has no moments, and Megatron-core moves its steps.
-        in_groups: whether it counts them in groups of weights, not at each weight.
+    Megatron-core saves it from rank 0 alone, which may hold no expert. The distributed optimizer's state has no moments
+    here, and Megatron-core sets its count.
     """
-    groups = state.get("param_groups")
-    if groups is None:
-        for part in state.values():
-            if isinstance(part, dict):
-                _place_steps(part, in_groups)
-        return
-    moments = state.get("state", {})
-    states = [each for each in moments.values() if isinstance(each, dict)]
-    if not any("exp_avg" in each for each in states):
-        return
-    steps = [each.pop("step") for each in states if "step" in each]
-    steps += [group["step"] for group in groups if "step" in group]
-    step = moments.pop("common_step", steps[0] if steps else 0)
+    fused = Adam is not torch.optim.AdamW and isinstance(inner, Adam)
+    in_groups = not isinstance(inner, torch.optim.AdamW | torch.optim.SGD)
+    parts = [part for part in _parts(state) if part.get("state")]
+    weights = [each for part in parts for each in part["state"].values() if isinstance(each, dict)]
+    groups = [group for part in parts for group in part["param_groups"]]
+    found = [part["state"].pop("common_step") for part in parts if "common_step" in part["state"]]
+    found += [each.pop("step") for each in (*weights, *groups) if "step" in each]
+    step = found[0] if found else 0
     if in_groups:
         for group in groups:
             group["step"] = int(step)
-    else:
-        moments["common_step"] = torch.as_tensor(step, dtype=torch.float32)
+    if not fused:
+        for part in parts:
+            part["state"]["common_step"] = torch.as_tensor(step, dtype=torch.float32)
 
 
 def _index_as_buckets_lie(part: DistributedOptimizer) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_lowprec.mcore.debug.finite import all_finite
 from megatron_lowprec.mcore.debug.finite_check import Finding, FiniteCheck
-from megatron_lowprec.mcore.finite import all_finite
 from megatron_lowprec.mcore.optim.expert_bias import keep_expert_biases
 from megatron_lowprec.mcore.optim.stored_gradient import has_finite_gradient
 from megatron_lowprec.quantization.primary_weight import Fp8Weight

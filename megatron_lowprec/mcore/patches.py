@@ -163,6 +163,11 @@ PATCHES: dict[str, Patch] = {
         "saves a state of one moment as two, the second of zeros",
         "the driver, while it saves a checkpoint of `--optimizer muon` or `sgd`",
     ),
+    "count_of_a_chain": Patch(
+        (f"{_DISTRIBUTED}.state_dict()",),
+        "gives the count of updates of the other optimizers to one whose weights, experts, other ranks have",
+        "the driver, while it saves or loads a checkpoint of such a rank",
+    ),
     "padded_buckets": Patch(
         (f"{_DISTRIBUTED}.get_parameter_state_dp_zero",),
         "gathers the padding between buckets; otherwise main weights and moments are shifted in the checkpoint",

@@ -55,6 +55,7 @@ def use_scaled_adam(
         UserError: stochastic rounding of a weight whose rows tensor parallelism does not split at multiples of 8.
     """
     names = weight_names(model_chunks) if spec.rounding == "stochastic" else None
+    device = next(model_chunks[0].parameters()).device  # a part without weights has no buffer
     for part in optimizer.chained_optimizers:
         assert isinstance(part, DistributedOptimizer)
         if part.is_stub_optimizer:
@@ -79,7 +80,7 @@ def use_scaled_adam(
             inner.defaults,
             spec,
             places,
-            torch.zeros(len(rows), 3, device=part.buffers[0].grad_data.device),
+            torch.zeros(len(rows), 3, device=device),
             maximum_over(*_sharers(part)),
         )
         bind(

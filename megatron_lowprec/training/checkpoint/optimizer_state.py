@@ -17,17 +17,28 @@ from megatron_lowprec.optimizer.optimizers import OPTIMIZERS
 from megatron_lowprec.training.model import Trainer
 
 _ONLY_MOMENT = "momentum_buffer"  # of torch's Muon and SGD
+_MAIN_WEIGHTS = "fp32_from_fp16_params"
 
 
 def sharded(trainer: Trainer, state: dict[str, Any], loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
     """Megatron-core's sharded state; ``state`` is the model's."""
     parts = _distributed_parts(trainer.optimizer)
+    groups = {part: part.optimizer.param_groups for part in parts if part.optimizer is not None}
+    empty = [part for part, own in groups.items() if not any(group["params"] for group in own)]
     for part in parts:
         _index_as_buckets_lie(part)
         _complete_moments(part)
+    for part in empty:
+        _count_of_chain(part, trainer)
     found: dict[str, Any] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     for part in parts:
         del part.get_parameter_state_dp_zero, part._get_main_param_and_optimizer_states
+    for part in empty:
+        del part.state_dict
+    for saved in _of_chain(found):
+        # lists without weights of rank 0 would be saved as they are, and not be joined with those of other ranks
+        if not any(saved.get(_MAIN_WEIGHTS, [])):
+            saved.pop(_MAIN_WEIGHTS, None)
     return found
 
 
@@ -68,6 +79,9 @@ def load(trainer: Trainer, state: dict[str, Any]) -> None:
         _keep_steps(part)
     if inners:
         _place_steps(state, inners[0])
+    for saved in _of_chain(state):
+        if "optimizer" in saved:
+            saved.setdefault(_MAIN_WEIGHTS, [])  # which ``sharded`` leaves out where there is none
     trainer.optimizer.load_state_dict(state)
     for part in parts:
         del part._set_main_param_and_optimizer_states
@@ -78,6 +92,11 @@ def load(trainer: Trainer, state: dict[str, Any]) -> None:
         for weight, weight_state in inner.state.items():
             if "step" in weight_state:
                 weight_state["step"] = weight_state["step"].clone().to(weight.device)
+
+
+def _of_chain(state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """The states of a chain's optimizers by their numbers, or of a single one."""
+    return [state[number] for number in sorted(state)] if all(isinstance(key, int) for key in state) else [state]
 
 
 def _parts(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
@@ -146,6 +165,21 @@ def _place_steps(state: dict[Any, Any], inner: torch.optim.Optimizer) -> None:
     if not fused:
         for part in parts:
             part["state"]["common_step"] = torch.as_tensor(step, dtype=torch.float32)
+
+
+def _count_of_chain(part: DistributedOptimizer, trainer: Trainer) -> None:
+    """Let a part without weights on this rank have the count of updates of the others, where it would have none."""
+    inners = torch_optimizers(trainer.optimizer)
+    places = [each for inner in inners for each in (*inner.state.values(), *inner.param_groups)]
+    step = next((each["step"] for each in places if "step" in each), 0.0)
+    count = step.item() if torch.is_tensor(step) else step
+
+    def state_of_groups() -> dict[str, Any]:
+        groups = part.optimizer.state_dict()["param_groups"]
+        kept = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        return {"optimizer": {"param_groups": [group | {"step": count} for group in kept]}}
+
+    bind("count_of_a_chain", part, state_dict=state_of_groups)
 
 
 def _index_as_buckets_lie(part: DistributedOptimizer) -> None:

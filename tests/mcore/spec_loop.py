@@ -15,23 +15,22 @@ STEPS, MICROBATCHES = 3, 2
 RECIPES = ("mxfp8", "fp8_delayed", "mxfp4_rht_sr")
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SEED = 7
+# of Megatron-core's config: no draws in the layers, and none of its kernels
+UNFUSED: dict[str, Any] = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "bias_activation_fusion": False,
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+}
 
 
 def config_of(**options: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    shared = {
-        "num_layers": LAYERS,
-        "hidden_size": 64,
-        "num_attention_heads": 2,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "use_cpu_initialization": True,
-        "gradient_accumulation_fusion": False,
-        "bias_activation_fusion": False,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
-    }
+    shared = {"num_layers": LAYERS, "hidden_size": 64, "num_attention_heads": 2, **UNFUSED}
     return TransformerConfig(**{**shared, **options})
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_lowprec import UserError, get_recipe
+from tests.mcore.spec_loop import UNFUSED
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -44,13 +45,7 @@ def config_of(**options: Any) -> Any:
         "hidden_size": HIDDEN,
         "num_attention_heads": 4,
         "ffn_hidden_size": 192,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "use_cpu_initialization": True,
-        "gradient_accumulation_fusion": False,
-        "bias_activation_fusion": False,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
+        **UNFUSED,
     }
     return kind(**{**shared, **options})
 

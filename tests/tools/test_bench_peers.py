@@ -15,19 +15,11 @@ import torch
 
 from megatron_lowprec import recipes
 from megatron_lowprec.te.translation import INSTALL
+from tests.tools.bench_process import CPU, REPOSITORY, environment  # noqa: F401 - for main in this process
 from tools.bench import shapes, step
 from tools.bench.__main__ import main
 from tools.bench.cases import layer
 from tools.bench.peers import layers
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``--device cpu`` sets must not reach other tests of this process."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 class Emulated:

@@ -23,8 +23,7 @@ _MAIN_WEIGHTS = "fp32_from_fp16_params"
 def sharded(trainer: Trainer, state: dict[str, Any], loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
     """Megatron-core's sharded state; ``state`` is the model's."""
     parts = _distributed_parts(trainer.optimizer)
-    groups = {part: part.optimizer.param_groups for part in parts if part.optimizer is not None}
-    empty = [part for part, own in groups.items() if not any(group["params"] for group in own)]
+    empty = [part for part in parts if part.optimizer and not any(g["params"] for g in part.optimizer.param_groups)]
     for part in parts:
         _index_as_buckets_lie(part)
         _complete_moments(part)

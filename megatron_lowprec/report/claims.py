@@ -69,12 +69,13 @@ class Scale:
     """The smallest sizes for which a paper makes its claim; None if it states none.
 
     ``essential`` names the sizes that are part of the claim ("from 2B parameters on"): runs below them cannot reproduce
-    it.
+    it. ``embeddings`` says whether its parameters count them.
     """
 
     parameters: int | None
     tokens: int | None
     essential: tuple[str, ...] = ()
+    embeddings: bool = True
 
     @property
     def tokens_per_parameter(self) -> float:

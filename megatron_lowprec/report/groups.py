@@ -78,9 +78,14 @@ class Group:
         return next((run.parameters for run in self.runs if not math.isnan(run.parameters)), math.nan)
 
     @property
+    def non_embedding_parameters(self) -> float:
+        """Parameters without embeddings; NaN if not known."""
+        return non_embedding_parameters(self.runs[0].options)
+
+    @property
     def tokens_per_parameter(self) -> float:
         """Training tokens over parameters without embeddings; repeated tokens count each time. NaN if not known."""
-        return self.tokens / non_embedding_parameters(self.runs[0].options)
+        return self.tokens / self.non_embedding_parameters
 
     def final_losses(self) -> dict[tuple[str, Hashable], float]:
         """(label, seed) -> last validation loss in nats a token, of the finished runs."""

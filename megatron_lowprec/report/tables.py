@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from megatron_lowprec.report.amounts import DASH, amount, number, percent, share, signed
-from megatron_lowprec.report.claims import SIZES
 from megatron_lowprec.report.groups import Group
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import BLOCKS, FEWEST, NONE, PRIOR, Fit
-from megatron_lowprec.report.verdict import Outcome, Verdict
+from megatron_lowprec.report.verdict import Outcome, Verdict, sizes
 from megatron_lowprec.text_tables import plain_table
 
 _FIFTHS = ("first", "second", "third", "fourth", "last")
@@ -130,8 +129,7 @@ def claims(verdicts: Sequence[Verdict], confidence: float) -> Table | None:
             continue
         shares = {
             f"share of its {name}": share(here / there) if there and not math.isnan(here) else DASH
-            for name in SIZES
-            for here, there in [(getattr(group, name), getattr(verdict.claim.scale, name))]
+            for name, (there, here) in sizes(verdict.claim, group).items()
         }
         for at, finding in enumerate(verdict.findings):
             compared, measured, interval, asked = finding.cells

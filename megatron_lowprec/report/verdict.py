@@ -12,7 +12,6 @@ from megatron_lowprec.report.claims import (
     LOSS,
     QUANTITIES,
     RELATIONS,
-    SIZES,
     Claim,
     Claims,
     Rules,
@@ -324,11 +323,16 @@ def _diverged_words(diverged: dict[str, int]) -> str:
     return f" of those that finished, while {' and '.join(parts)}" if parts else ""
 
 
+def sizes(claim: Claim, group: Group) -> dict[str, tuple[float | None, float]]:
+    """Each size of the claim, None if it states none, and of the runs, NaN if not recorded, counted as the claim's."""
+    parameters = group.parameters if claim.scale.embeddings else group.non_embedding_parameters
+    return {"parameters": (claim.scale.parameters, parameters), "tokens": (claim.scale.tokens, group.tokens)}
+
+
 def _scale(claim: Claim, group: Group, rules: Rules) -> tuple[str, set[str]]:
     """Text on how far the runs' sizes are from the claim's, and the sizes too small to contradict it."""
     parts, too_small = [], set()
-    for name in SIZES:
-        claimed, here = getattr(claim.scale, name), getattr(group, name)
+    for name, (claimed, here) in sizes(claim, group).items():
         if claimed is None:
             parts.append(f"{amount(here)} {name} (the source does not say on how many)")
         elif math.isnan(here):

@@ -296,6 +296,52 @@ def test_norms_of_late_growth() -> None:
         assert shown(row["training loss, nats, 4,400"]) == within(loss, 3)
 
 
+def test_pairs_of_both_roundings() -> None:
+    archive = Archive("stochastic-rounding/30m")
+    training, validation = (
+        {run.rpartition("/")[2]: series for run, series in archive.metrics(key).items()} for key in (TRAIN, LOSS)
+    )
+    scores = {
+        path.split("/")[-2]: json.loads(text)["evaluations"][0]
+        for path, text in archive.texts.items()
+        if path.endswith("/evaluation.json")
+    }
+    ends_of_windows = (665, 798, 1330, 1463, 1995, 2128, 2659)
+    names = "pairs stochastic-rounding/30m.safetensors.xz mxfp4_rht32_sr mxfp4_rht32 133"
+    rows = table("stochastic-rounding.md", " ".join([names, *map(str, ends_of_windows)]))
+    cells = {next(iter(row.values())): row for row in rows}
+    after_first, at_starts = [], []
+    for seed in ("1234", "1235"):
+        ours, theirs = (f"llama_30m-mxfp4_rht32{name}-s{seed}" for name in ("_sr", ""))
+        expected: dict[str, float] = {}
+        for end in ends_of_windows:
+            means = [mean(over(training[run], end - 132, end)) for run in (ours, theirs)]
+            expected[f"training, {end - 132:,} to {end:,}"] = means[0] - means[1]
+        for iteration, left, right in zip(*validation[ours], validation[theirs][1], strict=True):
+            expected[f"validation, {iteration:,}"] = left - right
+        for text in ("enwiki-test", "docs-test", "WikiText"):
+            found = [_score(scores[run], text) for run in (ours, theirs)]
+            expected[text] = found[0] - found[1]
+        assert cells.keys() == expected.keys()
+        for name, difference in expected.items():
+            assert shown(cells[name][f"seed {seed}"]) == within(difference, 4)
+        leads = [expected[f"training, {end - 132:,} to {end:,}"] for end in ends_of_windows]
+        after_first.append(leads[-1] - leads[0])
+        at_starts.append(sum(leads[at + 1] - leads[at] for at in (0, 2, 4)))
+    page = (RESULTS / "stochastic-rounding.md").read_text(encoding="utf-8")
+    found = re.search(r"grows by ([\d.]+) and ([\d.]+) nats after the first epoch, and by ([\d.]+) and ([\d.]+)", page)
+    assert found is not None
+    assert [float(each) for each in found.groups()] == [within(each, 4) for each in (*after_first, *at_starts)]
+
+
+def _score(evaluation: dict[str, Any], text: str) -> float:
+    """Nats a token."""
+    if text == "WikiText":
+        return float(evaluation["wikitext"]["loss"])
+    (found,) = (each["loss"] for file, each in evaluation["data"].items() if text in file)
+    return float(found)
+
+
 @pytest.mark.parametrize(("name", "title"), [("tiny_runs", "# "), ("runs", "\n## Small")])
 def test_gaps_of_paper_table2(name: str, title: str) -> None:
     page = (RESULTS / "paper-table2.md").read_text(encoding="utf-8")

@@ -58,6 +58,19 @@ def test_comparable_needs_both_parameters_and_tokens(tmp_path: Path) -> None:
         assert judged(claims(tmp_path, gap_is(), scale=scale), sweep).outcome is outcome
 
 
+def test_parameters_are_counted_as_the_claim_counts_them(tmp_path: Path) -> None:
+    """The runs have 51M parameters, half of them in embeddings."""
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.7, "mxfp8": 3.7})
+    for embeddings, outcome, said in (
+        (True, Outcome.CONTRADICTED, "51"),
+        (False, Outcome.NOT_AT_THIS_SCALE, "25.2M"),
+    ):
+        scale = {"parameters": 60_000_000, "tokens": 26_214_400, "embeddings": embeddings}
+        verdict = judged(claims(tmp_path, gap_is(), scale=scale), sweep)
+        assert verdict.outcome is outcome
+        assert verdict.scale.startswith(said), verdict.scale
+
+
 @pytest.mark.parametrize(
     ("essential", "tokens", "outcome"),
     [
@@ -107,7 +120,7 @@ def test_runs_without_a_known_gap_reproduce_no_parity(
     ("needed", "scale", "judges"),
     [
         (20, FAR, False),
-        (1.04, FAR, False),  # the runs have 26,214,400 tokens and 25,714,176 parameters without embeddings
+        (1.04, FAR, False),  # the runs have 26,214,400 tokens and 25,220,096 parameters without embeddings
         (1.01, FAR, True),
         (20, NEAR, True),  # the source has as few
         (20, {**FAR, "tokens": None}, False),

@@ -9,6 +9,7 @@
     experts FILE ...               ``tools.bench experts``, the fastest round of each row
     peaks FILE ...                 peak GiB of tools/run_logs.py and their shares of bf16's in the same file, a column
                                    for NAME.json and NAME-others.json together
+    by_gpus FILE                   losses of short runs by recipe on each number of GPUs
 
 A FILE is beside the page.
 """
@@ -106,6 +107,16 @@ def _peaks(page: Path, *names: str) -> Iterator[Row]:
         yield variant, *(value for column in columns for value in cells.get(column, (DASH, DASH)))
 
 
+def _by_gpus(page: Path, name: str) -> Iterator[Row]:
+    runs = {(run["recipe"], run["gpus"]): run for run in data_of(page, name)}
+    counts = sorted({gpus for _, gpus in runs})
+    heads = ("step 1", "last ten steps", "validation")
+    yield "recipe", *(f"{head}, {gpus} GPU{'s' * (gpus > 1)}" for gpus in counts for head in heads)
+    for recipe in dict.fromkeys(recipe for recipe, _ in runs):
+        of_recipe = [runs[recipe, gpus] for gpus in counts]
+        yield recipe, *(f"{run[key]:.4f}" for run in of_recipe for key in ("first", "mean_last10", "valid"))
+
+
 def _steps(page: Path, *names: str) -> Iterator[Row]:
     yield "model, batch", "recipe", "step, ms", "over bf16", "kernels, ms", "quantizers of these", "amaxes", "peak GiB"
     for name in names:
@@ -174,4 +185,5 @@ TABLES: dict[str, Callable[..., Iterator[Row]]] = {
     "bench": _bench,
     "experts": _experts,
     "peaks": _peaks,
+    "by_gpus": _by_gpus,
 }

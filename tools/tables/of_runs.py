@@ -9,6 +9,8 @@
     norms FILE ... N               the table of the gradient norms of the N-th group of archives' runs
     last_fifth FILE ...            training loss and gradient norm beside bf16's, in the last fifth of each run
     validations FILE ...           each run's validation losses less those of bf16's run of the same seed
+    pairs FILE LEFT RIGHT COUNT ITERATION ...  left's losses less right's by seed: training over COUNT iterations to
+                                   each, each validation, and texts
     texts FILE ...                 losses of archives' checkpoints by text, less those of bf16's checkpoints
     growth FILE ITERATION ...      gradient norm and training loss of an archive's runs, over 200 iterations to each
     weights FILE TENSOR ITERATION ...  rms of a tensor in each layer, of runs whose sizes tools/weight_norms.py has read
@@ -147,16 +149,29 @@ def _validations(page: Path, *names: str) -> Iterator[Row]:
             yield label, str(run.seed), *(signed(each, 4) for each in differences)
 
 
+def _pairs(page: Path, name: str, left: str, right: str, count: str, *iterations: str) -> Iterator[Row]:
+    (group,) = _report(page.parent / name).groups
+    curves = {(run.label, run.block): run.curve for run in group.runs if run.curve}
+    seeds = [run.block for run in group.of(left)]
+    pairs = [(curves[left, seed], curves[right, seed]) for seed in seeds]
+    yield f"{left} less {right}, nats", *(f"seed {seed}" for seed in seeds)
+    for end in map(int, iterations):
+        rows = slice(end - int(count), end)
+        assert all(ours.train[0][rows][0] == theirs.train[0][rows][0] == rows.start + 1 for ours, theirs in pairs)
+        found = [float((ours.train[1][rows] - theirs.train[1][rows]).mean()) for ours, theirs in pairs]
+        yield f"training, {rows.start + 1:,} to {end:,}", *(signed(each, 4) for each in found)
+    for at, iteration in enumerate(pairs[0][0].validation[0]):
+        found = [ours.validation[1][at] - theirs.validation[1][at] for ours, theirs in pairs]
+        yield f"validation, {iteration:,}", *(signed(each, 4) for each in found)
+    recipes = [group.of(label)[0].record["recipe"] for label in (left, right)]
+    scores = _scores_of_texts([page.parent / name])
+    for text in dict.fromkeys(text for text, *_ in scores):
+        ours, theirs = (scores[text, recipe, recipe] for recipe in recipes)
+        yield text, *(signed(ours[seed][0] - theirs[seed][0], 4) for seed in ours)
+
+
 def _texts(page: Path, *names: str) -> Iterator[Row]:
-    texts = {path: text for name in names for path, text in read(page.parent / name).texts.items()}
-    scores: dict[tuple[str, str, str], dict[int, tuple[float, float]]] = {}  # nats a token and bits a byte, by seed
-    for path in (path for path in texts if Path(path).name == EVALUATION):
-        seed = yaml.safe_load(texts[f"{Path(path).parent}/config.yaml"])["options"]["seed"]
-        for each in json.loads(texts[path])["evaluations"]:
-            by_name = {Path(file).name.partition(".")[0]: score for file, score in each["data"].items()}
-            for text, score in (by_name | {"WikiText": each["wikitext"]}).items():
-                found = scores.setdefault((text, each["trained_under"], each["recipe"]), {})
-                found[seed] = score["loss"], score["bits_per_byte"]
+    scores = _scores_of_texts([page.parent / name for name in names])
     order = list(dict.fromkeys(text for text, *_ in scores))
     yield (
         *("text", "trained under", "scored under", "seeds", "loss, nats", "bits a byte"),
@@ -168,6 +183,20 @@ def _texts(page: Path, *names: str) -> Iterator[Row]:
         gaps, of_bits = ([each[at] - bf16[seed][at] for seed, each in found.items()] for at in (0, 1))
         beside = signed(mean(gaps), 4), signed(min(gaps), 4), signed(max(gaps), 4), signed(mean(of_bits), 4)
         yield text, trained, evaluated, str(len(found)), f"{loss:.4f}", f"{bits:.4f}", *beside
+
+
+def _scores_of_texts(archives: Sequence[Path]) -> dict[tuple[str, str, str], dict[int, tuple[float, float]]]:
+    """(text, recipe of the run, of the score) -> seed -> nats a token and bits a byte."""
+    texts = {path: text for archive in archives for path, text in read(archive).texts.items()}
+    scores: dict[tuple[str, str, str], dict[int, tuple[float, float]]] = {}
+    for path in (path for path in texts if Path(path).name == EVALUATION):
+        seed = yaml.safe_load(texts[f"{Path(path).parent}/config.yaml"])["options"]["seed"]
+        for each in json.loads(texts[path])["evaluations"]:
+            by_name = {Path(file).name.partition(".")[0]: score for file, score in each["data"].items()}
+            for text, score in (by_name | {"WikiText": each["wikitext"]}).items():
+                found = scores.setdefault((text, each["trained_under"], each["recipe"]), {})
+                found[seed] = score["loss"], score["bits_per_byte"]
+    return scores
 
 
 def _growth(page: Path, name: str, *iterations: str) -> Iterator[Row]:
@@ -235,6 +264,7 @@ TABLES: dict[str, Callable[..., Iterator[Row]]] = {
     "norms": _norms,
     "last_fifth": _last_fifth,
     "validations": _validations,
+    "pairs": _pairs,
     "texts": _texts,
     "growth": _growth,
     "weights": _weights,

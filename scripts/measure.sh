@@ -16,7 +16,8 @@
 #   experts    the experts of a 16B layer, grouped and one after the other, with torch and TransformerEngine
 #   convert    a step of Hugging Face models under convert, with torchao, of experts, and over frozen weights
 #   memory     peak memory with and without --recompute-gelu and --fp8-param-gather
-#   peaks      peak memory and steps of 1.3B, and of 6.7B on two GPUs, at 16 and 1 microbatches, and without savings
+#   peaks      peak memory and steps of 1.3B, and of 6.7B on two GPUs, at 16 and 1 microbatches, without savings, and
+#              without cached weights
 #   activations  peak memory of a 1.3B dense model and a 2B mixture of experts, each saving of deepseek_v3 on and off
 #   configs    100 steps of the configs gpt_345m and gpt_1.3b, at a small batch
 #   large      10 steps of gpt_6.7b, tensor-parallel on all GPUs
@@ -196,11 +197,12 @@ peaks() {
     )
     local -A samples=([1.3b]=8 [6.7b]=1) sequence=([1.3b]=2048 [6.7b]=4096) # samples of a microbatch, tokens of one
     for recipe in bf16 fp8_current mxfp8 fp8_blockwise fp8_delayed fp8_rowwise mxfp4_rht_sr \
-        "fp8_current $plain" "mxfp8 $plain"; do
+        "fp8_current $plain" "mxfp8 $plain" "fp8_delayed --no-cache-weights"; do
         for model in 6.7b 1.3b; do
             ((${models[$model]%% *} <= gpus)) || continue
             for count in 16 1; do
-                batch=$((samples[$model] * count)) name=peaks/$model-$count/${recipe/ $plain/-plain}
+                name=${recipe/ $plain/-plain} batch=$((samples[$model] * count))
+                name=peaks/$model-$count/${name/ --no-cache-weights/-uncached}
                 # shellcheck disable=SC2086 # several words each
                 logged "$out/$name.log" mock "$name" ${models[$model]} --recipe $recipe --global-batch-size "$batch" \
                     --train-iters 5 || failed=1

@@ -149,7 +149,7 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
         accumulate_wgrad=not config.no_gradient_accumulation_fusion,
         share_rng_across_dp=config.share_rng_across_dp,
         reduce_amax=not config.no_amax_reduce,
-        cache_weights=microbatches_of(config, torch.distributed.get_world_size()) > 1,
+        cache_weights=not config.no_cache_weights and microbatches_of(config, torch.distributed.get_world_size()) > 1,
         save_memory=bool(config.save_memory),
         emulate=emulated_rows(config.emulate, config.native),
         emulate_accumulator=config.emulate_accumulator,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
 from megatron_lowprec.training import model
 from tests.training.conftest import Drive
-from tests.training.helpers import argv
+from tests.training.helpers import argv, losses
 
 POSITIONS = "embedding.position_embeddings.weight"
 
@@ -30,3 +32,25 @@ def test_positions_alone_have_another_deviation(drive: Drive, monkeypatch: pytes
     assert default[POSITIONS].std() == pytest.approx(0.02, rel=0.1)
     torch.testing.assert_close(scaled[POSITIONS], default[POSITIONS] / 4)
     assert [name for name, weight in default.items() if not torch.equal(weight, scaled[name])] == [POSITIONS]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
+def test_weights_can_be_quantized_for_each_microbatch(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    kept = []
+    get = QuantizedWeightCache.get
+
+    def recording(self: QuantizedWeightCache, gemm: str, backend: str) -> Any:
+        found = get(self, gemm, backend)
+        kept.append(found is not None)
+        return found
+
+    monkeypatch.setattr(QuantizedWeightCache, "get", recording)
+    short: dict[str, Any] = {"recipe": recipe, "bf16": True, "train_iters": 3, "no_save": True}
+    drive(argv(save="cached", **short))
+    assert any(kept), "the runs have one microbatch"
+    kept.clear()
+    drive(argv(save="anew", no_cache_weights=True, **short))
+    assert not any(kept)
+    assert losses(Path("anew")) == losses(Path("cached"))

@@ -137,7 +137,7 @@ def graph_buffers(config: Config, layers: range) -> float:
 
 def _kept_weights(config: Config, runs: Execution, gpus: int, stage: int) -> float:
     """Bytes of quantized weights cached across a step's microbatches: of codes, or of the dtype if emulated."""
-    if microbatches_of(config, gpus) == 1:
+    if config.no_cache_weights or microbatches_of(config, gpus) == 1:
         return 0.0
     total = 0.0
     for site, weights in _quantized_layers(config, runs, stage):

@@ -121,6 +121,12 @@ class TrainingOptions(Group):
         needs="transformer_impl=local",
         formerly=False,
     )
+    no_cache_weights: bool = arg(
+        False,
+        "quantize each weight, and transpose each FP8 one, for every microbatch of a step instead of keeping the "
+        "result, with the same bits (ours)",
+        needs="transformer_impl=local",
+    )
     output_layer_chunk_size: int | None = arg(
         None,
         "compute logits and losses of so many tokens at once, in the backward pass once more, with weight gradients "

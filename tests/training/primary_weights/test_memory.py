@@ -53,6 +53,8 @@ def test_the_plan_counts_their_bytes(
     ordinary = plan(replace(config, fp8_param_gather=False), numerics, 256, 1).resident
     assert ordinary["weights"] - found.resident["weights"] == linear - scales
     assert ordinary["kept quantized weights"] == 2 * linear
+    each_time = replace(config, no_cache_weights=True)
+    assert plan(each_time, numerics, 256, 1).resident["kept quantized weights"] == 0
     saving = replace(config, save_memory=True)
     assert plan(saving, numerics, 256, 1).resident["kept quantized weights"] == linear
     unstored = plan(replace(saving, fp8_param_gather=False), numerics, 256, 1).resident

@@ -196,11 +196,12 @@ peaks() {
         [6.7b]="2 --config configs/models/gpt_6.7b.yaml --micro-batch-size 1 --tensor-model-parallel-size 2"
     )
     local -A samples=([1.3b]=8 [6.7b]=1) sequence=([1.3b]=2048 [6.7b]=4096) # samples of a microbatch, tokens of one
-    for recipe in bf16 fp8_current mxfp8 fp8_blockwise fp8_delayed fp8_rowwise mxfp4_rht_sr \
-        "fp8_current $plain" "mxfp8 $plain" "fp8_delayed --no-cache-weights"; do
+    for recipe in bf16 fp8_delayed "fp8_delayed --no-cache-weights" fp8_current mxfp8 fp8_blockwise fp8_rowwise \
+        mxfp4_rht_sr "fp8_current $plain" "mxfp8 $plain"; do
         for model in 6.7b 1.3b; do
             ((${models[$model]%% *} <= gpus)) || continue
             for count in 16 1; do
+                [[ $recipe == *--no-cache-weights && $count = 1 ]] && continue # which caches nothing
                 name=${recipe/ $plain/-plain} batch=$((samples[$model] * count))
                 name=peaks/$model-$count/${name/ --no-cache-weights/-uncached}
                 # shellcheck disable=SC2086 # several words each

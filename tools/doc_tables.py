@@ -14,10 +14,10 @@ from pathlib import Path
 
 from megatron_lowprec.errors import Parser
 from megatron_lowprec.text_tables import markdown_table
-from tools.tables import of_measurements, of_recipes, of_runs
+from tools.tables import of_measurements, of_plans, of_recipes, of_runs
 from tools.tables.pages import REPOSITORY, TABLE, Row, pages
 
-_MODULES = of_recipes, of_runs, of_measurements
+_MODULES = of_recipes, of_plans, of_runs, of_measurements
 _TABLES = {kind: rows for module in _MODULES for kind, rows in module.TABLES.items()}
 
 

@@ -119,14 +119,17 @@ def keeps_all(recipe: Recipe, sites: Iterable[LinearSite], num_layers: int) -> b
 
 def cached_weights(recipe: LinearRecipe) -> list[str]:
     """The GEMMs whose quantized weight is equal in a step's microbatches."""
-    found = [name for name, gemm in recipe.gemms.items() if gemm.weight is not None and not _draws_weight(gemm)]
+    found = [name for name, gemm in recipe.gemms.items() if gemm.weight is not None and not _changes_weight(gemm)]
     of_fprop = recipe.dgrad.weight is not None and recipe.dgrad.weight.source == "fprop"
-    return [name for name in found if not (name == "dgrad" and of_fprop and _draws_weight(recipe.fprop))]
+    return [name for name in found if not (name == "dgrad" and of_fprop and _changes_weight(recipe.fprop))]
 
 
-def _draws_weight(gemm: GemmSpec) -> bool:
+def _changes_weight(gemm: GemmSpec) -> bool:
+    """Whether microbatches draw other numbers for its weight, or give it another scale."""
     drawn = gemm.hadamard is not None and gemm.hadamard.signs == "random"
-    return drawn or (gemm.weight is not None and gemm.weight.random)
+    weight = gemm.weight
+    moves = weight is not None and weight.scaling == "delayed" and weight.history_update == "microbatch"
+    return drawn or moves or (weight is not None and weight.random)
 
 
 def primary_weight_spec(recipe: LinearRecipe) -> QuantSpec | None:

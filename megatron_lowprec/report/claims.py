@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import build
@@ -64,18 +65,38 @@ class Source:
     where: str
 
 
+class Sizes(Protocol):
+    """Of runs; NaN if not recorded. ``parameters`` count embeddings."""
+
+    @property
+    def parameters(self) -> float: ...
+    @property
+    def non_embedding_parameters(self) -> float: ...
+    @property
+    def tokens(self) -> float: ...
+
+
 @dataclass(frozen=True)
 class Scale:
     """The smallest sizes for which a paper makes its claim; None if it states none.
 
     ``essential`` names the sizes that are part of the claim ("from 2B parameters on"): runs below them cannot reproduce
-    it. ``embeddings`` says whether its parameters count them.
+    it. ``embeddings`` says whether its parameters count embeddings.
     """
 
     parameters: int | None
     tokens: int | None
     essential: tuple[str, ...] = ()
     embeddings: bool = True
+
+    def beside(self, runs: Sizes) -> dict[str, tuple[int | None, float]]:
+        """Each of ``SIZES``: the claim's, and that of runs, counted alike."""
+        parameters = runs.parameters if self.embeddings else runs.non_embedding_parameters
+        return dict(zip(SIZES, ((self.parameters, parameters), (self.tokens, runs.tokens)), strict=True))
+
+    def words(self, size: str) -> str:
+        """Name of a size, with what it leaves out."""
+        return f"{size} without embeddings" if size == "parameters" and not self.embeddings else size
 
     @property
     def tokens_per_parameter(self) -> float:
@@ -240,6 +261,8 @@ def _check(claim: Claim, where: str) -> None:
         _choice(where, "an essential size", size, SIZES)
         if getattr(claim.scale, size) is None:
             raise UserError(f"{where}: {size} cannot be essential to its scale, which gives no number of them")
+    if claim.scale.parameters is None and not claim.scale.embeddings:
+        raise UserError(f"{where}: embeddings are left out of parameters that its scale does not give; remove one")
     if claim.kind != LOSS:
         _check_other(claim, where)
         return

@@ -14,7 +14,7 @@ from megatron_lowprec.report.amounts import DASH, amount, number, percent, share
 from megatron_lowprec.report.groups import Group
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import BLOCKS, FEWEST, NONE, PRIOR, Fit
-from megatron_lowprec.report.verdict import Outcome, Verdict, sizes
+from megatron_lowprec.report.verdict import Outcome, Verdict
 from megatron_lowprec.text_tables import plain_table
 
 _FIFTHS = ("first", "second", "third", "fourth", "last")
@@ -129,7 +129,7 @@ def claims(verdicts: Sequence[Verdict], confidence: float) -> Table | None:
             continue
         shares = {
             f"share of its {name}": share(here / there) if there and not math.isnan(here) else DASH
-            for name, (there, here) in sizes(verdict.claim, group).items()
+            for name, (there, here) in verdict.claim.scale.beside(group).items()
         }
         for at, finding in enumerate(verdict.findings):
             compared, measured, interval, asked = finding.cells

@@ -15,6 +15,7 @@ from megatron_lowprec.report.claims import (
     Claim,
     Claims,
     Rules,
+    Scale,
     Test,
 )
 from megatron_lowprec.report.groups import Group, differing_options
@@ -323,23 +324,18 @@ def _diverged_words(diverged: dict[str, int]) -> str:
     return f" of those that finished, while {' and '.join(parts)}" if parts else ""
 
 
-def sizes(claim: Claim, group: Group) -> dict[str, tuple[float | None, float]]:
-    """Each size of the claim, None if it states none, and of the runs, NaN if not recorded, counted as the claim's."""
-    parameters = group.parameters if claim.scale.embeddings else group.non_embedding_parameters
-    return {"parameters": (claim.scale.parameters, parameters), "tokens": (claim.scale.tokens, group.tokens)}
-
-
 def _scale(claim: Claim, group: Group, rules: Rules) -> tuple[str, set[str]]:
     """Text on how far the runs' sizes are from the claim's, and the sizes too small to contradict it."""
     parts, too_small = [], set()
-    for name, (claimed, here) in sizes(claim, group).items():
+    for name, (claimed, here) in claim.scale.beside(group).items():
+        what = claim.scale.words(name)
         if claimed is None:
-            parts.append(f"{amount(here)} {name} (the source does not say on how many)")
+            parts.append(f"{amount(here)} {what} (the source does not say on how many)")
         elif math.isnan(here):
-            parts.append(f"an unrecorded number of {name} for {amount(claimed)}")
+            parts.append(f"an unrecorded number of {what} for {amount(claimed)}")
             too_small.add(name)
         else:
-            parts.append(f"{amount(here)} {name} for {amount(claimed)}, {share(here / claimed)}")
+            parts.append(f"{amount(here)} {what} for {amount(claimed)}, {share(here / claimed)}")
             if here < rules.comparable_scale * claimed:
                 too_small.add(name)
     return "; ".join(parts), too_small
@@ -372,7 +368,11 @@ def _apart(claim: Claim, groups: Sequence[Group]) -> Verdict | None:
 
 
 def _claimed(claim: Claim) -> str:
-    return f"made for {amount(claim.scale.parameters)} parameters and {amount(claim.scale.tokens)} tokens"
+    return f"made for {_words(claim.scale)}"
+
+
+def _words(scale: Scale) -> str:
+    return f"{amount(scale.parameters)} {scale.words('parameters')} and {amount(scale.tokens)} tokens"
 
 
 def _untested(claim: Claim, found: Sequence[Verdict]) -> Verdict:
@@ -386,5 +386,5 @@ def _untested(claim: Claim, found: Sequence[Verdict]) -> Verdict:
     findings = closest.findings if closest is not None else ()
     if closest is not None and closest.group is not None and len(found) > 1:
         findings = tuple(replace(each, words=f"{each.words} among {closest.group.name}") for each in findings)
-    scale = f"would need about {amount(claim.scale.parameters)} parameters and {amount(claim.scale.tokens)} tokens"
+    scale = f"would need about {_words(claim.scale)}"
     return Verdict(claim, None, Outcome.NOT_TESTED, findings, scale)

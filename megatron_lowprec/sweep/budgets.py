@@ -13,7 +13,7 @@ from megatron_lowprec.sweep.spec import Sweep, read, size_names
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.data.tokenizer import build_tokenizer, padded_vocab_size
-from megatron_lowprec.training.models.sizes import num_parameters
+from megatron_lowprec.training.models.sizes import num_non_embedding_parameters, num_parameters
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Budget:
     size: str | None  # None if the file has no sizes
     model: str  # label
     parameters: int  # with embeddings
+    non_embedding_parameters: int
     tokens: int  # of a run
     variant: str | None  # label; None if the size has no overrides
     recipes: tuple[tuple[str, dict[str, Any]], ...]  # labels, each with its recipe's fields; a run of each per seed
@@ -67,6 +68,7 @@ def _of_size(sweep: Sweep) -> list[Budget]:
             size=sweep.size,
             model=job.model,
             parameters=num_parameters(config, vocabulary),
+            non_embedding_parameters=num_non_embedding_parameters(config),
             tokens=job.train_iters * config.steps.global_batch_size * job.seq_length,
             variant=job.variant,
             recipes=recipes,

@@ -310,7 +310,7 @@ def test_pairs_of_both_roundings() -> None:
     names = "pairs stochastic-rounding/30m.safetensors.xz mxfp4_rht32_sr mxfp4_rht32 133"
     rows = table("stochastic-rounding.md", " ".join([names, *map(str, ends_of_windows)]))
     cells = {next(iter(row.values())): row for row in rows}
-    after_first, at_starts = [], []
+    after_first, at_starts, at_end, trained = [], [], [], []
     for seed in ("1234", "1235"):
         ours, theirs = (f"llama_30m-mxfp4_rht32{name}-s{seed}" for name in ("_sr", ""))
         expected: dict[str, float] = {}
@@ -328,10 +328,17 @@ def test_pairs_of_both_roundings() -> None:
         leads = [expected[f"training, {end - 132:,} to {end:,}"] for end in ends_of_windows]
         after_first.append(leads[-1] - leads[0])
         at_starts.append(sum(leads[at + 1] - leads[at] for at in (0, 2, 4)))
+        at_end.append(expected["validation, 2,659"])
+        trained.append(leads[-1])
     page = (RESULTS / "stochastic-rounding.md").read_text(encoding="utf-8")
     found = re.search(r"grows by ([\d.]+) and ([\d.]+) nats after the first epoch, and by ([\d.]+) and ([\d.]+)", page)
     assert found is not None
     assert [float(each) for each in found.groups()] == [within(each, 4) for each in (*after_first, *at_starts)]
+    found = re.search(r"it ends (\S+) and (\S+) nats .* training text nearest is ([\d.]+) ahead", page)
+    assert found is not None
+    first, second, ahead = map(shown, found.groups())
+    assert [first, second] == [within(each, 4) for each in at_end]
+    assert [ahead] * 2 == [within(each, 3) for each in trained]
 
 
 def _score(evaluation: dict[str, Any], text: str) -> float:

@@ -120,6 +120,7 @@ def test_a_claim_that_is_not_about_losses_has_no_tests(tmp_path: Path) -> None:
         (changed(scale={"parameters": "33e9", "tokens": None}), "write 33_000_000_000"),
         (changed(scale={"parameters": 1, "tokens": 1, "essential": ["layers"]}), "must be one of parameters, tokens"),
         (changed(scale={"parameters": 1, "tokens": None, "essential": ["tokens"]}), "tokens cannot be essential"),
+        (changed(scale={"parameters": None, "tokens": 1, "embeddings": False}), "that its scale does not give"),
         (changed(control="nothing"), "control is 'nothing', but must be one of"),
         (changed(source="2502.20586"), "source is '2502.20586', but must be a mapping of fields"),
     ],

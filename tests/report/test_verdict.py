@@ -62,8 +62,8 @@ def test_parameters_are_counted_as_the_claim_counts_them(tmp_path: Path) -> None
     """The runs have 51M parameters, half of them in embeddings."""
     sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.7, "mxfp8": 3.7})
     for embeddings, outcome, said in (
-        (True, Outcome.CONTRADICTED, "51"),
-        (False, Outcome.NOT_AT_THIS_SCALE, "25.2M"),
+        (True, Outcome.CONTRADICTED, "51M parameters for 60M"),
+        (False, Outcome.NOT_AT_THIS_SCALE, "25.2M parameters without embeddings for 60M"),
     ):
         scale = {"parameters": 60_000_000, "tokens": 26_214_400, "embeddings": embeddings}
         verdict = judged(claims(tmp_path, gap_is(), scale=scale), sweep)

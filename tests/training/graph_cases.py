@@ -45,7 +45,12 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8_delayed": {"recipe": "fp8_delayed"},
     "overlapped": {"recipe": "fp8_current", **OVERLAP},
     "primary weights": {"recipe": "fp8_current", "fp8_param_gather": True, **OVERLAP},
-    "weights quantized each time": {"recipe": "fp8_current", "no_cache_weights": True},
+    "primary weights, transposed each time": {
+        "recipe": "fp8_current",
+        "fp8_param_gather": True,
+        "no_cache_weights": True,
+        **OVERLAP,
+    },
     "stochastic, three microbatches": {"recipe": "mxfp4_rht_sr", "global_batch_size": 6},
     "one microbatch": {"recipe": "mxfp4_rht_sr", "global_batch_size": 2},
     "rounded gradients": {"recipe": "fp8_delayed", "no_gradient_accumulation_fusion": True},

@@ -34,9 +34,19 @@ def test_positions_alone_have_another_deviation(drive: Drive, monkeypatch: pytes
     assert [name for name, weight in default.items() if not torch.equal(weight, scaled[name])] == [POSITIONS]
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
+MOVING = [f"{gemm}.weight.history_update=microbatch" for gemm in ("fprop", "dgrad")]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "caches"),
+    [
+        ("mxfp8", [], True),
+        ("fp8_delayed", [], True),
+        ("fp8_delayed", MOVING, False),  # a microbatch has a scale of its own
+    ],
+)
 def test_weights_can_be_quantized_for_each_microbatch(
-    drive: Drive, monkeypatch: pytest.MonkeyPatch, recipe: str
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, recipe: str, overrides: list[str], caches: bool
 ) -> None:
     kept = []
     get = QuantizedWeightCache.get
@@ -47,10 +57,12 @@ def test_weights_can_be_quantized_for_each_microbatch(
         return found
 
     monkeypatch.setattr(QuantizedWeightCache, "get", recording)
-    short: dict[str, Any] = {"recipe": recipe, "bf16": True, "train_iters": 3, "no_save": True}
-    drive(argv(save="cached", **short))
-    assert any(kept), "the runs have one microbatch"
-    kept.clear()
-    drive(argv(save="anew", no_cache_weights=True, **short))
-    assert not any(kept)
-    assert losses(Path("anew")) == losses(Path("cached"))
+    short: dict[str, Any] = {"recipe": recipe, "bf16": True, "train_iters": 3, "no_save": True, "lr": 0.05}
+    changes = [word for each in overrides for word in ("--recipe-override", each)]
+    drive([*argv(save="cached", **short), *changes])
+    assert any(kept) == caches
+    for option in ("no_cache_weights", "save_memory"):
+        kept.clear()
+        drive([*argv(save=option, **{option: True}, **short), *changes])
+        assert not any(kept)
+        assert losses(Path(option)) == losses(Path("cached"))

@@ -111,7 +111,7 @@ def _by_gpus(page: Path, name: str) -> Iterator[Row]:
     runs = {(run["recipe"], run["gpus"]): run for run in data_of(page, name)}
     counts = sorted({gpus for _, gpus in runs})
     heads = ("step 1", "last ten steps", "validation")
-    yield "recipe", *(f"{head}, {gpus} GPU{'s' * (gpus > 1)}" for gpus in counts for head in heads)
+    yield "recipe", *(f"{head}, nats, {gpus} GPU{'s' * (gpus > 1)}" for gpus in counts for head in heads)
     for recipe in dict.fromkeys(recipe for recipe, _ in runs):
         of_recipe = [runs[recipe, gpus] for gpus in counts]
         yield recipe, *(f"{run[key]:.4f}" for run in of_recipe for key in ("first", "mean_last10", "valid"))

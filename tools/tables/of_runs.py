@@ -157,17 +157,20 @@ def _pairs(page: Path, name: str, left: str, right: str, count: str, *iterations
     yield f"{left} less {right}, nats", *(f"seed {seed}" for seed in seeds)
     for end in map(int, iterations):
         rows = slice(end - int(count), end)
-        assert all(ours.train[0][rows][0] == theirs.train[0][rows][0] == rows.start + 1 for ours, theirs in pairs)
+        for curve in (curve for pair in pairs for curve in pair):
+            assert list(curve.train[0][rows]) == list(range(rows.start + 1, end + 1)), f"{name}: iterations are missing"
         found = [float((ours.train[1][rows] - theirs.train[1][rows]).mean()) for ours, theirs in pairs]
         yield f"training, {rows.start + 1:,} to {end:,}", *(signed(each, 4) for each in found)
     for at, iteration in enumerate(pairs[0][0].validation[0]):
+        assert {curve.validation[0][at] for pair in pairs for curve in pair} == {iteration}
         found = [ours.validation[1][at] - theirs.validation[1][at] for ours, theirs in pairs]
         yield f"validation, {iteration:,}", *(signed(each, 4) for each in found)
     recipes = [group.of(label)[0].record["recipe"] for label in (left, right)]
+    numbers = [run.options["seed"] for run in group.of(left)]
     scores = _scores_of_texts([page.parent / name])
     for text in dict.fromkeys(text for text, *_ in scores):
         ours, theirs = (scores[text, recipe, recipe] for recipe in recipes)
-        yield text, *(signed(ours[seed][0] - theirs[seed][0], 4) for seed in ours)
+        yield text, *(signed(ours[number][0] - theirs[number][0], 4) for number in numbers)
 
 
 def _texts(page: Path, *names: str) -> Iterator[Row]:

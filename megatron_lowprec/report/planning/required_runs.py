@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable
 
 from megatron_lowprec.report.amounts import amount
-from megatron_lowprec.report.claims import SIZES, Claim, Claims, Test
+from megatron_lowprec.report.claims import SIZES, Claim, Claims, Rules, Sizes, Test
 from megatron_lowprec.report.groups import Group, find_label
 from megatron_lowprec.report.verdict import Held, Outcome, Verdict
 from megatron_lowprec.sweep.budgets import Budget, budgets
@@ -41,12 +41,10 @@ def required_runs(verdict: Verdict, claims: Claims) -> tuple[str, ...]:
     if len(seeds) > len(at_hand) and verdict.outcome is Outcome.OPEN:
         same = [each for each in shipped if (each.parameters, each.tokens) == (group.parameters, group.tokens)]
         lines += _lines(f"next, at the scale of these runs: {max(known)} shared seeds", same, path, tests, seeds)
-    least = {name: rules.comparable_scale * (getattr(claim.scale, name) or 0) for name in SIZES}
     alone = [each.seeds_alone for each in undecided if each.seeds_alone is not None]
-    too_small = not all(getattr(group, name) >= each for name, each in least.items())  # also if not recorded
-    if too_small and len(alone) == len(undecided):
-        enough = [each for each in shipped if all(getattr(each, name) >= least[name] for name in SIZES)]
-        what = f"next, at the claim's scale: {_needed(claim, least)} ({rules.comparable_scale:.0%} of the claim's)"
+    if not _comparable(claim, group, rules) and len(alone) == len(undecided):
+        enough = [each for each in shipped if _comparable(claim, each, rules)]
+        what = f"next, at the claim's scale: {_needed(claim, rules)} ({rules.comparable_scale:.0%} of the claim's)"
         new = extended(seeds, max(alone))[: max(alone)]  # runs at hand do not help there
         lines += _lines(f"{what}, {max(alone)} shared seeds", enough, path, tests, new)
     return tuple(lines)
@@ -64,9 +62,15 @@ def _seeds(group: Group, left: str, right: str) -> set[int]:
     return group.shared_seeds(group.find(left) or left, group.find(right) or right)
 
 
-def _needed(claim: Claim, least: dict[str, float]) -> str:
+def _comparable(claim: Claim, runs: Sizes, rules: Rules) -> bool:
+    """Whether the runs are large enough for a verdict at the claim's scale; not if a size is not recorded."""
+    return all(here >= rules.comparable_scale * (claimed or 0) for claimed, here in claim.scale.beside(runs).values())
+
+
+def _needed(claim: Claim, rules: Rules) -> str:
+    stated = {name: claimed for name in SIZES if (claimed := getattr(claim.scale, name)) is not None}
     return "at least " + " and ".join(
-        f"{amount(least[name])} {name}" for name in SIZES if getattr(claim.scale, name) is not None
+        f"{amount(rules.comparable_scale * claimed)} {claim.scale.words(name)}" for name, claimed in stated.items()
     )
 
 

@@ -145,7 +145,7 @@ def _kept_weights(config: Config, runs: Execution, gpus: int, stage: int) -> flo
         linear = runs.linear(config, site.layer_number, site.name)
         kept = [] if config.save_memory else cached_weights(linear)
         if runs.primary_weight(config, site) is not None:  # only a transposed copy, which native GEMMs read
-            kept = ["dgrad"] if "dgrad" in native else []
+            kept = [name for name in cached_weights(linear) if name == "dgrad" and name in native]
         elif len(kept) > 1 and runs.shares_weight(config, site):
             kept = kept[:1]
         total += weights * sum(runs.cached_weight_bytes(config, site, name) for name in kept)

@@ -123,9 +123,9 @@ class TrainingOptions(Group):
     )
     no_cache_weights: bool = arg(
         False,
-        "quantize each weight, and transpose each FP8 one, for every microbatch of a step instead of keeping the "
-        "result, with the same bits (ours)",
-        needs="transformer_impl=local",
+        "keep no quantized weight, and no transposed copy of an FP8 one, from a microbatch to the next, with the same "
+        "bits (ours)",
+        needs="transformer_impl=local !no_lowprec_linears",
     )
     output_layer_chunk_size: int | None = arg(
         None,

@@ -74,6 +74,16 @@ def test_both_scales_have_a_command_with_enough_seeds(
         assert [job[1] for job in jobs] == ["bf16", "mxfp4"] * number
 
 
+def test_parameters_without_embeddings_are_compared_with_such(sweep: Path, tmp_path: Path) -> None:
+    """The runs have 51M parameters, 25.2M without embeddings: too few for half of 60M, if the claim leaves them out."""
+    assert SMALL.parameters > 30_000_000 > SMALL.non_embedding_parameters
+    for embeddings, said in ((True, []), (False, ["at least 30M parameters without embeddings and 1 tokens"])):
+        scale = {"parameters": 60_000_000, "tokens": 2, "embeddings": embeddings}
+        lines = required(claims(tmp_path, scale=scale), sweep)
+        there = [line for line in lines if line.startswith("next, at the claim's scale: ")]
+        assert [line.partition(": ")[2].partition(" (50%")[0] for line in there] == said
+
+
 def test_the_control_is_trained_as_well(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A claim of no gap counts if the same runs show a known gap."""
     found = load_claims(CLAIMS)

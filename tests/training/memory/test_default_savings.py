@@ -13,52 +13,20 @@ from megatron_lowprec.kernels.fp8_accumulate import cublaslt
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.config.accumulation_options import resolve_accumulation
-from megatron_lowprec.training.config.arguments import parse
-from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
-from megatron_lowprec.training.config.memory_options import memory_notes
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
 from megatron_lowprec.training.memory.plan import GIB, plan
 from tests.training.conftest import Drive
 from tests.training.helpers import argv
-
-# config: GPUs, tensor-parallel size, microbatch, padded vocabulary
-LAYOUTS = {
-    "gpt_1.3b": (1, 1, 8, 50304),
-    "gpt_6.7b": (2, 2, 1, 50432),
-    "gpt_8b_mxfp8": (4, 2, 1, 50432),
-    "llama3_8b": (4, 1, 1, 128256),
-}
-NATIVE = ("fp8_delayed", "fp8_current", "fp8_blockwise", "fp8_rowwise")
-EMULATED = ("mxfp8", "mxfp4_rht_sr")
-
-
-def resolved(name: str, recipe: str, microbatches: int = 1, *flags: str) -> tuple[Config, list[str]]:
-    gpus, tensor, batch, _ = LAYOUTS[name]
-    words = ["--micro-batch-size", str(batch), "--tensor-model-parallel-size", str(tensor), "--mock-data", *flags]
-    return as_given(name, recipe, gpus, *words, "--global-batch-size", str(batch * microbatches * gpus // tensor))
-
-
-def as_given(name: str, recipe: str, gpus: int, *flags: str) -> tuple[Config, list[str]]:
-    """A shipped config as a run on GPUs resolves it, and its notes."""
-    asked, given, _ = parse(["--config", str(SHIPPED / f"configs/models/{name}.yaml"), "--recipe", recipe, *flags])
-    config, _ = resolve_recipe(resolve_model(asked), load_recipe(recipe), given)
-    notes = memory_notes(config, load_recipe(recipe), given)
-    config = resolve_run(replace(config, train_data_path=None, valid_data_path=None), gpus, gpus=True)
-    return resolve_cuda_graphs(config, load_recipe(recipe), gpus, gpus=True)[0], notes
-
-
-def peak(name: str, recipe: str, microbatches: int) -> float:
-    gpus, *_, vocabulary = LAYOUTS[name]
-    return plan(resolved(name, recipe, microbatches)[0], load_recipe(recipe), vocabulary, gpus).peak
+from tools.tables.of_plans import EMULATED, LAYOUTS, NATIVE, as_given, peak, resolved
 
 
 @pytest.mark.parametrize("microbatches", [1, 16])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_large_models_need_no_more_than_in_bf16(name: str, microbatches: int) -> None:
     """At most 0.97 under native FP8 recipes, 1.0 under emulated MX."""
-    bf16 = peak(name, "bf16", microbatches)
-    found = {recipe: peak(name, recipe, microbatches) / bf16 for recipe in (*NATIVE, *EMULATED)}
+    layout = LAYOUTS[name]
+    bf16 = peak(layout, "bf16", microbatches)
+    found = {recipe: peak(layout, recipe, microbatches) / bf16 for recipe in (*NATIVE, *EMULATED)}
     assert {recipe: share for recipe, share in found.items() if share > (0.97 if recipe in NATIVE else 1.0)} == {}
 
 
@@ -68,7 +36,7 @@ def test_the_comments_of_a_config_are_its_plans() -> None:
     recipe = load_recipe("fp8_current")
     for gpus, flags, gib in layouts:
         config, _ = as_given("llama3_8b", recipe.name, int(gpus), *flags.split())
-        assert round(plan(config, recipe, LAYOUTS["llama3_8b"][-1], int(gpus)).peak / GIB) == int(gib)
+        assert round(plan(config, recipe, LAYOUTS["llama3_8b"].vocabulary, int(gpus)).peak / GIB) == int(gib)
     assert len(layouts) == 3
 
 
@@ -90,7 +58,7 @@ def test_the_comments_of_a_config_are_its_plans() -> None:
 def test_they_are_on_from_a_billion_parameters_on(
     name: str, recipe: str, flags: list[str], fp8_param_gather: bool, save_memory: bool
 ) -> None:
-    config, notes = resolved(name, recipe, 1, *flags)
+    config, notes = resolved(LAYOUTS[name], recipe, 1, *flags)
     assert (config.fp8_param_gather, config.save_memory) == (fp8_param_gather, save_memory)
     given: Any = {word.removeprefix("--").removeprefix("no-") for word in flags}
     for option, on in {"fp8-param-gather": fp8_param_gather, "save-memory": save_memory}.items():
@@ -119,7 +87,7 @@ def adds(
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current", "fp8_current_bf16_ends", "fp8_lm", "fp8_lm_o3"])
 def test_products_of_large_models_add_to_main_grad(recipe: str) -> None:
-    config, _ = resolved("gpt_1.3b", recipe)
+    config, _ = resolved(LAYOUTS["gpt_1.3b"], recipe)
     assert adds(config, recipe, 2) == (True, [ADDS_BY_DEFAULT])
 
 
@@ -149,12 +117,12 @@ def test_products_of_large_models_add_to_main_grad(recipe: str) -> None:
     ],
 )
 def test_others_add_in_a_second_pass(recipe: str, flags: list[str], microbatches: int, arch: str) -> None:
-    config, _ = resolved("gpt_1.3b", recipe, 1, *flags)
+    config, _ = resolved(LAYOUTS["gpt_1.3b"], recipe, 1, *flags)
     assert adds(config, recipe, microbatches, arch) == (False, [])
 
 
 def test_a_run_needs_a_torch_with_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, _ = resolved("gpt_1.3b", "fp8_current")
+    config, _ = resolved(LAYOUTS["gpt_1.3b"], "fp8_current")
     monkeypatch.setattr("megatron_lowprec.kernels.dispatch.arch_here", lambda: "sm90")
     for library, found in ((object(), (True, [ADDS_BY_DEFAULT])), (None, (False, []))):
         monkeypatch.setattr(cublaslt, "library", lambda library=library: library)
@@ -173,9 +141,9 @@ def test_a_given_flag_decides_whether_products_add(flags: tuple[str, ...], given
     words = (ADDS if given else "--no-fp8-accumulate-wgrad", *flags)
     if given and "--no-gradient-accumulation-fusion" in flags:
         with pytest.raises(UserError, match=f"{ADDS} excludes --no-gradient-accumulation-fusion; leave one"):
-            resolved("gpt_1.3b", "fp8_current", 1, *words)
+            resolved(LAYOUTS["gpt_1.3b"], "fp8_current", 1, *words)
         return
-    config, _ = resolved("gpt_1.3b", "fp8_current", 1, *words)
+    config, _ = resolved(LAYOUTS["gpt_1.3b"], "fp8_current", 1, *words)
     for stored in (None, True, False):
         for microbatches in (1, 16):
             assert adds(config, "fp8_current", microbatches, "cpu", stored) == (given, [])
@@ -195,7 +163,7 @@ def test_a_given_flag_decides_whether_products_add(flags: tuple[str, ...], given
 def test_a_resumed_run_adds_as_before(
     stored: bool, flags: tuple[str, ...], microbatches: int, arch: str, on: bool, note: str | None
 ) -> None:
-    config, _ = resolved("gpt_1.3b", "fp8_current", 1, *flags)
+    config, _ = resolved(LAYOUTS["gpt_1.3b"], "fp8_current", 1, *flags)
     assert adds(config, "fp8_current", microbatches, arch, stored) == (on, [] if note is None else [note])
 
 

@@ -26,7 +26,7 @@ from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.experts.hugging_face_experts import ExpertWeight, expert_weights
 from megatron_lowprec.linear.layer_histories import LayerGroup
 from megatron_lowprec.linear.layer_state import StatefulLayer, added_keys, combined, drop_unused_state
-from megatron_lowprec.linear.linear_id import is_adapter, without_adapters
+from megatron_lowprec.linear.linear_id import added_by_peft, is_adapter, without_adapters
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
 from megatron_lowprec.recipe.coverage import LinearSite, check_globs, check_no_phases, check_rules, indivisible
 from megatron_lowprec.recipe.layer_match import Layer
@@ -288,7 +288,7 @@ def _linears(model: nn.Module) -> Iterator[_Layer]:
     """Every ``nn.Linear``, subclasses included, ``Conv1D`` of transformers and 3-D weight, shared ones once."""
     sizes: tuple[int, int]
     module: Any
-    of_peft = hasattr(model, "peft_config")
+    added = added_by_peft(model)
     for path, module in (*model.named_modules(), *expert_weights(model)):
         if isinstance(module, nn.Linear):
             sizes = module.in_features, module.out_features
@@ -299,7 +299,7 @@ def _linears(model: nn.Module) -> Iterator[_Layer]:
         else:
             continue
         stack, number, num_layers, name = _position(model, path)
-        name, plain_path = (without_adapters(each, of_peft) for each in (name, path))
+        name, plain_path = (without_adapters(each, added) for each in (name, path))
         yield _Layer(path, module, *sizes, stack, number, num_layers, name, plain_path)
 
 

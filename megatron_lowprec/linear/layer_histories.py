@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.errors import UserError
@@ -240,6 +240,7 @@ class LayerGroup:
         """Before a first pass: end a step that ended in a backward pass, and make loaded state equal on all ranks."""
         self.catch_up()
         if training:
+            _stepping.clear()  # of steps that raised
             self._synchronize()
             self.pending, self.captured = True, self.captured or capturing()
 
@@ -349,7 +350,18 @@ class LayerGroup:
 _groups: list[weakref.ref[LayerGroup]] = []  # in order of creation, equal on all ranks
 
 
+_stepping: list[Optimizer] = []  # each within the one before, as ZeroRedundancyOptimizer has one of its shard
+
+
+def _before_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
+    _stepping.append(optimizer)
+
+
 def _after_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
+    while _stepping and _stepping.pop() is not optimizer:
+        pass  # one that raised
+    if _stepping:  # not all ranks may have one within, and the end of a step is collective
+        return
     groups = [group for reference in _groups if (group := reference()) is not None]
     if len(groups) < len(_groups):
         _groups[:] = map(weakref.ref, groups)
@@ -362,4 +374,5 @@ def _after_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
 
 @cache
 def _follow_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_optimizer_step)
     register_optimizer_step_post_hook(_after_optimizer_step)

@@ -168,7 +168,7 @@ class StatefulLayer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         drop_unused_state(self, state_dict, prefix)
-        load_histories(self.linear_gemms.histories, state_dict, prefix)
+        load_histories(self.linear_gemms.histories, state_dict, prefix, args[-1])
         self.histories.loaded()
         self.passes.count = int(state_dict.pop(prefix + _DRAWS, self.passes.count))
         if self.group is not None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torch import nn
+
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.quantizer import Reduce
@@ -32,9 +34,17 @@ _WRAPPERS = re.compile(r"(?:^|\.)(?:base_layer|original_module|modules_to_save\.
 _ADAPTER = re.compile(r"(?:^|\.)lora_\w+(?:\.|$)")
 
 
-def without_adapters(path: str, of_peft: bool = False) -> str:
-    """The path that a module had before peft wrapped it; ``of_peft`` if it begins at a ``PeftModel``."""
-    return _WRAPPERS.sub("", path.removeprefix("base_model.model.") if of_peft else path)
+def added_by_peft(model: nn.Module) -> str:
+    """What a ``PeftModel`` puts in front of a model's paths: a tuner wraps the model, prompt learning does not."""
+    if not hasattr(model, "peft_config"):
+        return ""
+    tuner = any(each.__name__ == "BaseTuner" for each in type(model.base_model).__mro__)
+    return "base_model.model." if tuner else "base_model."
+
+
+def without_adapters(path: str, added: str = "") -> str:
+    """The path that a module had before peft wrapped it; ``added`` is what a ``PeftModel`` put in front."""
+    return _WRAPPERS.sub("", path.removeprefix(added))
 
 
 def is_adapter(path: str) -> bool:

@@ -105,7 +105,8 @@ class LowPrecLayer(StatefulLayer):
             UserError: dtypes differ, the layer was converted before ``init_process_group`` and draws, or its weight
                 was not gathered as ``enable_fp8_all_gather`` asks; as ``tensor_parallel.forward_on_mesh`` for DTensors.
         """
-        if "DTensor" in (type(self.weight).__name__, type(x).__name__):  # as ``is_dtensor``, without its calls
+        stored = self._parameters.get("weight")  # a parametrization would compute the attribute here, and again below
+        if "DTensor" in (type(stored).__name__, type(x).__name__):  # as ``is_dtensor``, without its calls
             y: torch.Tensor = forward_on_mesh(self, x)
             return y
         return self.forward_local(x, self.weight_OI, self.bias)

@@ -217,14 +217,25 @@ def empty_histories(
 
 
 def load_histories(
-    histories: Mapping[str, tuple[AmaxHistory, int]], state_dict: dict[str, torch.Tensor], prefix: str
+    histories: Mapping[str, tuple[AmaxHistory, int]],
+    state_dict: dict[str, torch.Tensor],
+    prefix: str,
+    errors: list[str],
 ) -> None:
     """Pop ``{prefix}amax.<tensor>`` from a state dict and load it. Those missing beside a weight start empty.
 
     Args:
         histories: tensor -> its history and slot.
+        errors: gets a line for a state of other experts, or none; windows may have another length.
     """
     for tensor, (history, slot) in histories.items():
-        state = state_dict.pop(f"{prefix}{AMAX}.{tensor}", None)
+        key = f"{prefix}{AMAX}.{tensor}"
+        state = state_dict.pop(key, None)
+        if state is not None:
+            here = history.state(slot).shape
+            if state.dim() != len(here) or state.shape[:-1] != here[:-1] or not state.shape[-1]:
+                shapes = f"shape {state.shape} from checkpoint, the shape in current model is {here}"
+                errors.append(f"size mismatch for {key}: copying amaxes with {shapes}.")
+                continue
         if state is not None or f"{prefix}weight" in state_dict:
             history.load_state(slot, state)

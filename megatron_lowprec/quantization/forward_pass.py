@@ -60,9 +60,10 @@ class _Passes:
         node, part = torch._C._current_autograd_node(), _checkpoint()
         if node is None or not self.first:
             return None
-        recomputing = torch._C._current_graph_task_id(), node._sequence_nr(), part
-        if recomputing != self._recomputing:
-            self._recomputing, self._next = recomputing, self._begin(recomputing[1], part is not None)
+        place = torch._C._current_graph_task_id(), node._sequence_nr()
+        if self._recomputing not in ((*place, part), (*place, None)):
+            begins, self._next = self._begin(place[1], part is not None)
+            self._recomputing = (*place, part if begins else None)
             if self._next == 0 and len(self.first) == _REMEMBERED:
                 raise RuntimeError(f"a layer runs more than {_REMEMBERED} times in checkpoints before it is recomputed")
         if self._next == len(self.first):
@@ -70,16 +71,18 @@ class _Passes:
         self._next += 1
         return self.first[self._next - 1].number
 
-    def _begin(self, node: int, by_hooks: bool) -> int:
-        """Index of the first pass of the part that a node recomputes."""
+    def _begin(self, node: int, by_hooks: bool) -> tuple[bool, int]:
+        """Whether a node recomputes a part that is not reentrant, and the index of the first pass of the part.
+
+        ``by_hooks``: saved tensors have hooks, of such a part or of one within a reentrant part that runs again.
+        """
         begun = range(len(self.first))
-        if not by_hooks:
-            return next((i for i in begun if self.first[i].part is None and self.first[i].node > node), len(begun))
         before = [i for i in begun if self.first[i].part is not None and self.first[i].node <= node]
-        if not before:
-            return len(begun)
-        part = self.first[before[-1]].part
-        return next(i for i in begun if self.first[i].part is part)
+        if by_hooks and before:
+            part = self.first[before[-1]].part
+            return True, next(i for i in begun if self.first[i].part is part)
+        after = (i for i in begun if self.first[i].part is None and self.first[i].node > node)
+        return False, next(after, len(begun))
 
 
 class PassCounter:

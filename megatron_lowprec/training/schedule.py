@@ -67,6 +67,14 @@ def plan(options: OptimizerOptions, batch: int, total_samples: int) -> tuple[Sch
             f"--weight-decay-incr-style {options.weight_decay_incr_style} needs both ends: "
             "give --start-weight-decay and --end-weight-decay"
         )
+    if options.lr_warmup_init > options.lr:
+        raise UserError(f"--lr-warmup-init {options.lr_warmup_init:g} is above --lr {options.lr:g}; lower it")
+    start, end = options.start_weight_decay, options.end_weight_decay
+    if start is not None and end is not None and start > end:
+        raise UserError(
+            f"--start-weight-decay {start:g} is above --end-weight-decay {end:g}, and weight decay can only grow: "
+            "exchange them, or give --weight-decay-incr-style constant"
+        )
     wsd = None
     if options.lr_decay_style == "WSD":
         if options.lr_wsd_decay_iters is None:

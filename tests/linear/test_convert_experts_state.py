@@ -67,6 +67,16 @@ def test_state_dict_has_the_keys_of_the_model_and_of_the_recipe() -> None:
         convert(build(), "mxfp8").load_state_dict(model.state_dict(), strict=True)
 
 
+@pytest.mark.parametrize("shape", [(EXPERTS + 1, 9), (EXPERTS - 1, 9), (9,), (), (EXPERTS, 0)], ids=str)
+def test_amaxes_of_other_experts_are_a_size_mismatch(shape: tuple[int, ...]) -> None:
+    model = only_experts(build())
+    key = "model.layers.0.mlp.experts.down_proj_gemms.amax.input"
+    with pytest.raises(RuntimeError) as error:
+        model.load_state_dict(model.state_dict() | {key: torch.ones(shape)})
+    (line,) = str(error.value).splitlines()[1:]
+    assert line.strip().startswith(f"size mismatch for {key}: copying amaxes with shape torch.Size({list(shape)})")
+
+
 def test_scales_follow_the_optimizer_of_the_experts() -> None:
     """Each expert has its own amaxes; one without tokens keeps its window, and is evaluated by its current amax."""
     converted = convert(experts_of(build()), "fp8_delayed")

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from megatron_lowprec import KeepBf16, UserError, convert, get_recipe, recipes
 from megatron_lowprec.linear import convert as conversion
@@ -94,15 +95,21 @@ def test_blocks_need_not_be_in_a_module_list() -> None:
     assert converted(convert(nn.ModuleDict({"layers": stage}), recipe)) == ["layers.4.up"]
 
 
-def test_peft_s_prefix_is_no_part_of_a_name_outside_of_blocks() -> None:
+class BaseTuner(nn.ModuleDict):
+    """Stand-in for peft's class of that name, which wraps a model; a ``PeftModel`` of prompt learning has the model."""
+
+
+@pytest.mark.parametrize("tunes", [True, False])
+def test_peft_s_prefix_is_no_part_of_a_name_outside_of_blocks(tunes: bool) -> None:
     """A rule for a layer's name matches with and without peft; a stand-in for ``PeftModel``."""
-    model = nn.ModuleDict({"up": nn.Linear(64, 64), "down": nn.Linear(64, 64)})
-    wrapped: nn.Module = nn.ModuleDict({"base_model": nn.ModuleDict({"model": model})})
+    model = nn.ModuleDict({"model": nn.ModuleDict({"up": nn.Linear(64, 64), "down": nn.Linear(64, 64)})})
+    wrapped: nn.Module = nn.ModuleDict({"base_model": BaseTuner({"model": model}) if tunes else model})
     wrapped.peft_config = {}  # type: ignore[assignment]
-    recipe = replace(get_recipe("mxfp8"), keep_bf16=KeepBf16(names=("up",)))
+    recipe = replace(get_recipe("mxfp8"), keep_bf16=KeepBf16(names=("model.up",)))
     found, want = plan(wrapped, recipe), plan(model, recipe)
-    assert list(want.converted) == ["down"]
-    assert found.converted == {f"base_model.model.{path}": place for path, place in want.converted.items()}
+    assert list(want.converted) == ["model.down"]
+    added = "base_model.model." if tunes else "base_model."
+    assert found.converted == {f"{added}{path}": place for path, place in want.converted.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
@@ -201,3 +208,19 @@ def test_slower_layers_stay_where_gemms_are_native(monkeypatch: pytest.MonkeyPat
     found = plan(model, "fp8_current", device="cuda", dtype=torch.float32)
     assert list(found.converted) == ["0", "1"]
     assert "emulated on sm90 (hopper_fp8: FP8 GEMMs are for bf16 models, this one is float32)" in found.execution[0]
+
+
+def test_a_parametrized_weight_is_computed_once() -> None:
+    class Counted(nn.Module):
+        passes = 0
+
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            self.passes += 1
+            return weight * 2
+
+    layer, counted = nn.Linear(64, 64), Counted()
+    model = convert(nn.Sequential(layer), "mxfp8")
+    parametrize.register_parametrization(model[0], "weight", counted)
+    before = counted.passes
+    model(torch.randn(4, 64))
+    assert counted.passes - before == 1

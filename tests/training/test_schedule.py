@@ -53,6 +53,21 @@ def test_weight_decay_that_grows_needs_both_ends() -> None:
         planned(weight_decay_incr_style="cosine", start_weight_decay=0.1)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lr_warmup_iters": 1, "lr_warmup_init": 10.0}, "--lr-warmup-init 10 is above --lr"),
+        (
+            {"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
+            "--start-weight-decay 0.2 is above --end-weight-decay 0.1",
+        ),
+    ],
+)
+def test_a_schedule_that_would_fall_where_it_grows_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        planned(**options)
+
+
 def resumed(before: dict[str, Any], now: dict[str, Any], **changes: Any) -> tuple[Schedule, Schedule, list[str]]:
     """The checkpoint's schedule, that of the run which resumes it with ``changes`` to its options, and the notes."""
     saved, options = planned(**before)[0], asdict(resolve_run(resolve_model(parse(argv(**before))[0]), 1, gpus=False))

@@ -65,7 +65,7 @@ def gemm(
         total = part if total is None else total + part
     assert total is not None
     if isinstance(alpha, torch.Tensor) or alpha != 1.0:
-        total = total.mul_(alpha)
+        total = total * alpha  # not in place: a selective checkpoint may keep the result of aten.mm
     if accumulate_into is None:
         return total.to(out_dtype)
     return accumulate_into.copy_(total) if overwrite else accumulate_into.add_(total)

@@ -282,7 +282,7 @@ class LowPrecLinearMixin:
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # the driver's checkpoints hold histories as tensors
         if self.linear_gemms is not None:
-            load_histories(self.linear_gemms.histories, state_dict, prefix)
+            load_histories(self.linear_gemms.histories, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
 

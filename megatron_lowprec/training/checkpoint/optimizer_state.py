@@ -81,6 +81,8 @@ def load(trainer: Trainer, state: dict[str, Any]) -> None:
     for saved in _of_chain(state):
         if "optimizer" in saved:
             saved.setdefault(_MAIN_WEIGHTS, [])  # which ``sharded`` leaves out where there is none
+    for part in _parts(state):
+        part.setdefault("state", {})  # not in the checkpoint for a rank without weights, before an update and with SGD
     trainer.optimizer.load_state_dict(state)
     for part in parts:
         del part._set_main_param_and_optimizer_states

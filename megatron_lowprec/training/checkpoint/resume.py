@@ -231,7 +231,8 @@ def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
     names = options_in(Part.FUNCTION, groups=option_groups(config))
     # Older checkpoints may lack one: it is not compared.
     read = [name for name in names if name in options and not unmet(config, OPTIONS[name].read_with)]
-    others = differing(options, config, [*options_in(Part.SHAPE), *read])
+    shape = [name for name in options_in(Part.SHAPE) if not unmet(config, OPTIONS[name].read_with)]
+    others = differing(options, config, [*shape, *read])
     if saved.content["padded_vocab_size"] != padded_vocab_size:
         others.append(f"padded vocabulary {padded_vocab_size} (checkpoint: {saved.content['padded_vocab_size']})")
     if others:

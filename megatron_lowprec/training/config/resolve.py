@@ -161,11 +161,9 @@ def virtual_stages(config: Config) -> int | None:
     if config.num_virtual_stages_per_pipeline_rank is not None:
         return config.num_virtual_stages_per_pipeline_rank if config.num_virtual_stages_per_pipeline_rank > 1 else None
     if config.num_layers_per_virtual_pipeline_stage is not None:
-        return (
-            config.shape.num_layers
-            // config.pipeline_model_parallel_size
-            // config.num_layers_per_virtual_pipeline_stage
-        )
+        layers = config.shape.num_layers // config.pipeline_model_parallel_size
+        chunks = layers // config.num_layers_per_virtual_pipeline_stage
+        return chunks if chunks > 1 else None
     return None
 
 
@@ -228,7 +226,17 @@ def _check_parallelism(config: Config, world_size: int) -> None:
         a_rank = "--seq-length" if context == 1 else "--seq-length of a context-parallel rank,"
         check_divisible(a_rank, config.shape.seq_length // context, "--tensor-model-parallel-size", tensor)
     architecture.mlp.check_parallelism(config, world_size // model)
+    a_stage, a_chunk = config.shape.num_layers // pipeline, config.num_layers_per_virtual_pipeline_stage
+    if a_chunk is not None:
+        check_divisible("layers of a pipeline stage,", a_stage, "--num-layers-per-virtual-pipeline-stage", a_chunk)
     virtual = virtual_stages(config)
+    if config.recompute_method == "uniform" and config.recompute_num_layers is not None:
+        check_divisible(
+            "layers of a stage's chunk,",
+            a_stage // (virtual or 1),
+            "--recompute-num-layers",
+            config.recompute_num_layers,
+        )
     if virtual is not None:
         if pipeline == 1:
             raise UserError("interleaving needs --pipeline-model-parallel-size of at least 2")

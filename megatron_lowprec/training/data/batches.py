@@ -115,6 +115,8 @@ def _build_split(
     if config.data_path is not None:
         share = convert_split_vector_to_split_matrix(parse_and_normalize_split(config.split))[split.value]
     if share is None:
+        if split is Split.train:
+            raise UserError(f"--split {config.split} has no part to train on; its first number must be above 0")
         return None
     documents = share
 

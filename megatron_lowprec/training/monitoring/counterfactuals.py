@@ -42,5 +42,8 @@ def check_counterfactuals(
             )
         if not recipe.quantized:
             raise UserError(f"{what} quantizes nothing; leave it out")
-        check_sizes(recipe, sites, num_layers, tensor_ranks)
+        try:
+            check_sizes(recipe, sites, num_layers, tensor_ranks)
+        except UserError as error:
+            raise UserError(f"{what}: {error}; or leave it out there") from None
         names.add(recipe.name)

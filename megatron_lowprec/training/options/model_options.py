@@ -17,14 +17,18 @@ class ModelOptions(Group):
     num_layers: int | None = arg(None, "transformer layers", least=1, required=True)
     hidden_size: int | None = arg(None, "width of the residual stream", least=1, required=True)
     ffn_hidden_size: int | None = arg(
-        None, "width of the MLP; default 4 x hidden, with --swiglu 2/3 of it in multiples of 64"
+        None, "width of the MLP; default 4 x hidden, with --swiglu 2/3 of it in multiples of 64", least=1
     )
     num_attention_heads: int | None = arg(None, "attention heads", least=1, required=True)
-    kv_channels: int | None = arg(None, "channels of a head; default hidden / heads")
+    kv_channels: int | None = arg(None, "channels of a head; default hidden / heads", least=1)
     group_query_attention: bool = arg(False, "let groups of heads share keys and values", Part.UPDATE)
     num_query_groups: int = arg(1, "groups of --group-query-attention", least=1)
     seq_length: int | None = arg(None, "tokens of a sample", Part.DATA, least=1, required=True)
-    max_position_embeddings: int | None = arg(None, "length of the learned position table; default --seq-length")
+    max_position_embeddings: int | None = arg(
+        None,
+        "length of the learned position table; default --seq-length",
+        read_with="position_embedding_type=learned_absolute",
+    )
     position_embedding_type: Literal["learned_absolute", "rope"] = arg("learned_absolute", "kind of position embedding")
     normalization: Literal["LayerNorm", "RMSNorm"] = arg("LayerNorm", "kind of norm")
     norm_epsilon: float = arg(1e-5, "epsilon of the norms", Part.FUNCTION, least=0)

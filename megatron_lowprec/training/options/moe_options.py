@@ -25,7 +25,7 @@ class MoeOptions(Group):
         Part.SHAPE,
     )
     moe_shared_expert_intermediate_size: int | None = arg(
-        None, "width of the shared experts together, through which every token goes; default: none", Part.SHAPE
+        None, "width of the shared experts together, through which every token goes; default: none", Part.SHAPE, least=1
     )
     moe_router_topk: int = arg(2, "experts that a token goes to", Part.FUNCTION, least=1)
     moe_router_score_function: Literal["softmax", "sigmoid"] = arg(
@@ -68,9 +68,10 @@ class MoeOptions(Group):
     moe_aux_loss_coeff: float = arg(
         0.0,
         "weight of the load-balancing loss; 1e-2 is a good start",
+        least=0,
         needs="moe_router_load_balancing_type=aux_loss|seq_aux_loss",
     )
-    moe_z_loss_coeff: float | None = arg(None, "weight of the router's z-loss")
+    moe_z_loss_coeff: float | None = arg(None, "weight of the router's z-loss", least=0)
     moe_router_dtype: Literal["fp32", "fp64"] | None = arg(
         None, "dtype of the router's product; default: the model's", Part.FUNCTION
     )

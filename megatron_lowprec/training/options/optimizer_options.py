@@ -26,8 +26,12 @@ class OptimizerOptions(Group):
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = arg(
         "linear", "shape of the decay"
     )
-    lr_decay_iters: int | None = arg(None, "horizon of the learning rate; default --train-iters", one_of="lr horizon")
-    lr_decay_samples: int | None = arg(None, "the same in samples; default --train-samples", one_of="lr horizon")
+    lr_decay_iters: int | None = arg(
+        None, "horizon of the learning rate; default --train-iters", least=1, one_of="lr horizon"
+    )
+    lr_decay_samples: int | None = arg(
+        None, "the same in samples; default --train-samples", least=1, one_of="lr horizon"
+    )
     lr_warmup_fraction: float | None = arg(None, "warm-up as a share of the horizon", least=0, most=1, one_of="warm-up")
     lr_warmup_iters: int = arg(0, "warm-up in iterations", least=0, one_of="warm-up")
     lr_warmup_samples: int = arg(0, "warm-up in samples", least=0, one_of="warm-up")
@@ -35,10 +39,10 @@ class OptimizerOptions(Group):
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = arg(
         "exponential", "WSD's last phase"
     )
-    lr_wsd_decay_iters: int | None = arg(None, "length of WSD's last phase")
+    lr_wsd_decay_iters: int | None = arg(None, "length of WSD's last phase", least=1)
     weight_decay: float = arg(0.01, "weight decay, decoupled but for SGD", least=0)
-    start_weight_decay: float | None = arg(None, "weight decay at the start of --weight-decay-incr-style")
-    end_weight_decay: float | None = arg(None, "weight decay at the end of it")
+    start_weight_decay: float | None = arg(None, "weight decay at the start of --weight-decay-incr-style", least=0)
+    end_weight_decay: float | None = arg(None, "weight decay at the end of it", least=0)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = arg(
         "constant", "how weight decay grows over the run"
     )

@@ -42,6 +42,7 @@ class TrainingOptions(Group):
         "of weights, dropout, training order and stochastic rounding; validation's order is fixed",
         Part.UPDATE,
         least=0,
+        most=2**32 - 1,
         inference=True,
         own_note=True,
         sweep="seeds:",
@@ -136,9 +137,14 @@ class TrainingOptions(Group):
         needs="!no_gradient_accumulation_fusion !grad_reduce_in_bf16",
         grouped=False,
     )
-    recompute_method: Literal["uniform", "block"] | None = arg(None, "which layers full recompute takes")
+    recompute_method: Literal["uniform", "block"] | None = arg(
+        None, "which layers full recompute takes", needs="recompute_granularity=full"
+    )
     recompute_num_layers: int | None = arg(
-        None, "layers of one recomputed chunk (uniform) or recomputed layers (block)"
+        None,
+        "layers of one recomputed chunk (uniform) or recomputed layers (block)",
+        least=1,
+        needs="recompute_granularity=full",
     )
     cuda_graph_impl: Literal["auto", "none", "local"] = arg(
         "auto",
@@ -174,10 +180,10 @@ class ParallelOptions(Group):
     tensor_model_parallel_size: int = arg(1, "ranks that share every layer", least=1, draws=True)
     pipeline_model_parallel_size: int = arg(1, "stages that the layers are cut into", least=1, draws=True)
     num_layers_per_virtual_pipeline_stage: int | None = arg(
-        None, "interleave: layers of one chunk of a stage", one_of="interleaving", draws=True
+        None, "interleave: layers of one chunk of a stage", least=1, one_of="interleaving", draws=True
     )
     num_virtual_stages_per_pipeline_rank: int | None = arg(
-        None, "interleave: chunks of a stage", one_of="interleaving", draws=True
+        None, "interleave: chunks of a stage", least=1, one_of="interleaving", draws=True
     )
     context_parallel_size: int = arg(
         1,
@@ -199,7 +205,7 @@ class ParallelOptions(Group):
     overlap_param_gather: bool = arg(False, "gather weights during the forward pass")
     grad_reduce_in_bf16: bool = arg(False, "keep and reduce gradients in bf16 instead of fp32", Part.UPDATE)
     distributed_backend: Literal["nccl", "gloo"] | None = arg(None, "default nccl with GPUs, else gloo")
-    distributed_timeout_minutes: int = arg(10, "after which a collective fails", Part.OUTPUT)
+    distributed_timeout_minutes: int = arg(10, "after which a collective fails", Part.OUTPUT, least=1)
 
 
 @dataclass(frozen=True)

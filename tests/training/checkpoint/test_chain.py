@@ -31,6 +31,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "fp8_lm": DISTRIBUTED | {"recipe": "fp8_lm"},
     "early": EARLY,
     "early, distributed": DISTRIBUTED | EARLY,
+    "early, sgd": EARLY | {"optimizer": "sgd"},  # which has no count of updates
+    "early, sgd, fp32": {"moe_layer_freq": "[1,0]", "optimizer": "sgd"},
 }
 
 

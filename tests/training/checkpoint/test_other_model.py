@@ -53,6 +53,18 @@ def test_options_of_a_part_that_the_model_has_not_may_differ() -> None:
     check_model(saved, Config(rotary_base=500_000, rotary_percent=0.5, moe_router_topk=1), 256)
 
 
+def test_only_learned_positions_fix_their_number() -> None:
+    for kind in ("rope", "learned_absolute"):
+        then = Config(position_embedding_type=kind, max_position_embeddings=32)
+        saved = Saved(Path("there"), {"options": asdict(then), "padded_vocab_size": 256})
+        longer = Config(position_embedding_type=kind, max_position_embeddings=64)
+        if kind == "rope":
+            check_model(saved, longer, 256)
+            continue
+        with pytest.raises(UserError, match=r"--max-position-embeddings 64 \(checkpoint: 32\)"):
+            check_model(saved, longer, 256)
+
+
 def test_a_start_checks_what_the_model_computes(drive: Drive, interrupted: Path) -> None:
     for how in ({}, {"load": "out", "save": "new", "finetune": True}, {"save": "new", "pretrained_checkpoint": "out"}):
         with pytest.raises(UserError, match=r"another model: --norm-epsilon 1e-06 \(checkpoint: 1e-05\)"):

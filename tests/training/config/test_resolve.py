@@ -56,6 +56,8 @@ def test_virtual_stages_by_either_flag() -> None:
     by_layers = resolved(2, num_layers=8, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2)
     by_chunks = resolved(2, num_layers=8, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
     assert virtual_stages(by_layers) == virtual_stages(by_chunks) == 2
+    whole = resolved(2, num_layers=8, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=4)
+    assert virtual_stages(whole) is None
 
 
 TE: dict[str, Any] = {"transformer_impl": "transformer_engine"}
@@ -66,6 +68,8 @@ INTERLEAVED: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
     "num_virtual_stages_per_pipeline_rank": 2,
 }
+CHUNKS: dict[str, Any] = {"num_layers": 16, "pipeline_model_parallel_size": 2}
+UNIFORM: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform"}
 SAMPLES: dict[str, Any] = {"train_iters": None, "train_samples": 100}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "disable_bias_linear": True}
 DISPATCH: dict[str, Any] = {**EXPERTS, "expert_model_parallel_size": 2, "moe_fp8_dispatch": True}
@@ -141,6 +145,19 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
         ["--use-cpu-initialization"],
     ),
     (1, {"num_virtual_stages_per_pipeline_rank": 2}, ["--pipeline-model-parallel-size"]),
+    (2, {**CHUNKS, "num_layers_per_virtual_pipeline_stage": 3}, ["stage, 8", "-virtual-pipeline-stage 3"]),
+    (2, {**CHUNKS, "num_layers_per_virtual_pipeline_stage": 16}, ["stage, 8", "-virtual-pipeline-stage 16"]),
+    (2, {**CHUNKS, "num_layers_per_virtual_pipeline_stage": 0}, ["-virtual-pipeline-stage 0", "at least 1"]),
+    (2, {**CHUNKS, "num_virtual_stages_per_pipeline_rank": -2}, ["-per-pipeline-rank -2", "at least 1"]),
+    (1, {**UNIFORM, "recompute_num_layers": 0}, ["--recompute-num-layers 0", "at least 1"]),
+    (1, {**UNIFORM, "num_layers": 5, "recompute_num_layers": 2}, ["chunk, 5", "--recompute-num-layers 2"]),
+    (2, {**INTERLEAVED, **UNIFORM, "recompute_num_layers": 2}, ["chunk, 1", "--recompute-num-layers 2"]),
+    (
+        1,
+        {"recompute_granularity": "selective", "recompute_num_layers": 1},
+        ["--recompute-num-layers 1", "--recompute-granularity full"],
+    ),
+    (1, {"recompute_method": "uniform"}, ["--recompute-method uniform", "--recompute-granularity full"]),
     (2, {**INTERLEAVED, "global_batch_size": 6}, ["--global-batch-size 6", "pipeline stages", "4"]),
     (2, {**INTERLEAVED, **SAMPLES, "global_batch_size": 8, "rampup_batch_size": [4, 2, 8]}, ["INCREMENT 2", "4"]),
     (1, {"overlap_param_gather": True}, ["--use-distributed-optimizer"]),

@@ -128,6 +128,11 @@ def test_phases_that_make_no_sense(texts: Path, changes: dict[str, Any], words: 
         resolved(**{**common, **changes})
 
 
+def test_a_split_without_training_data_is_refused(texts: Path, drive: Drive) -> None:
+    with pytest.raises(UserError, match="--split 0,0,1 has no part to train on"):
+        drive(argv(mock_data=None, data_path=["low.jsonl"], split="0,0,1", no_save=True))
+
+
 def test_a_missing_second_blend_is_refused_before_the_start(texts: Path, drive: Drive) -> None:
     options = {"mock_data": None, "train_data_path": ["low.jsonl"], "data_phase_switch": 0.5}
     with pytest.raises(UserError, match="nowhere"):

@@ -189,7 +189,7 @@ def test_invalid_options_are_refused(monkeypatch: pytest.MonkeyPatch, changes: d
         ("mxfp8,fp8_delayed", "fp8_delayed has delayed scaling"),
         (["mxfp8", "mxfp8"], "mxfp8 is given twice"),
         ("bf16", "bf16 quantizes nothing"),
-        ("mxfp4_rht", "no multiple of 64"),
+        ("mxfp4_rht", "--log-quantization-also mxfp4_rht: .* no multiple of 64.*; or leave it out there"),
         ("mxfp9", "mxfp8"),
     ],
 )

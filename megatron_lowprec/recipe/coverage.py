@@ -243,7 +243,7 @@ def check_gemm_globs(recipe: Recipe, globs: Sequence[str], sites: Sequence[Linea
     for glob in globs:
         if not any(LayerMatch(layers=(glob,)).matches(*place) for place in quantized.values()):
             near = difflib.get_close_matches(glob, quantized, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else f"; one is {next(iter(quantized))}" if quantized else ""
             raise UserError(f"--rerun-in-bf16 {glob}: recipe {recipe.name} quantizes no GEMM of that name{hint}")
 
 

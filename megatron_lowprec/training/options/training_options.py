@@ -15,7 +15,11 @@ class TrainingOptions(Group):
     PART = Part.EXECUTION
 
     micro_batch_size: int | None = arg(
-        None, "samples of one forward pass on one rank; default: all of its share", least=1
+        None,
+        "samples of one forward pass on one rank; default: all of its share",
+        Part.UPDATE,  # wgrad's blocks along tokens, scales of whole tensors and draws follow it
+        least=1,
+        grouped=False,
     )
     global_batch_size: int | None = arg(
         None, "samples of one iteration; default micro-batch x data-parallel size", Part.UPDATE, least=1

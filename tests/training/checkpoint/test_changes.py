@@ -59,7 +59,15 @@ def test_a_changed_option_is_recorded_unless_it_is_on_the_list(name: str) -> Non
         *("moe_router_bias_update_rate", "moe_router_load_balancing_type", "no_amax_reduce", "share_rng_across_dp"),
         *("emulate_accumulator", "grad_reduce_in_bf16", "no_gradient_accumulation_fusion", "transformer_impl"),
         *("train_data_path", "data_path", "data_phase_path", "data_phase_switch_samples", "split", "seq_length"),
-        *("sft_tokenizer_prompt_format", "global_batch_size", "clip_grad", "adam_eps", "hidden_dropout", "seed"),
+        *(
+            "sft_tokenizer_prompt_format",
+            "global_batch_size",
+            "micro_batch_size",
+            "clip_grad",
+            "adam_eps",
+            "hidden_dropout",
+            "seed",
+        ),
     ],
 )
 def test_options_that_determine_updates_may_not_change(name: str) -> None:

@@ -314,6 +314,7 @@ def test_a_gemm_rerun_in_bf16_isolates_the_cause(
     ("recipe", "glob", "words"),
     [
         ("fp8_delayed", "layers.2.mlp.linear_fc3.dgrad", "did you mean layers.2.mlp.linear_fc2.dgrad"),
+        ("fp8_delayed", "x", "of that name; one is layers.1"),
         ("fp8_rowwise_gw_hp", "layers.2.mlp.linear_fc1.wgrad", "fp8_rowwise_gw_hp quantizes no GEMM of that name"),
         ("fp8_current_bf16_ends", "layers.1.*", "fp8_current_bf16_ends quantizes no GEMM"),
         ("bf16", "*", "bf16 quantizes no GEMM"),

@@ -122,6 +122,11 @@ def _fuses_operand_stats(x: torch.Tensor, *others: Any) -> bool:
     return whole and fuses(x)
 
 
+def _fuses_bias(y: torch.Tensor, *_: Any) -> bool:
+    """A dispatch mode may keep y, which the kernel overwrites: selective checkpoints keep results of ``aten.mm``."""
+    return fuses(y) and y.is_contiguous() and not torch._C._len_torch_dispatch_stack()
+
+
 def _on_gpu(slots: Any, *_: Any) -> bool:
     return slots[0].grad.is_cuda and have_triton()
 
@@ -138,7 +143,7 @@ swiglu_backward = _op(swiglu_reference.swiglu_backward)
 weighted_swiglu_backward = _op(swiglu_reference.weighted_swiglu_backward)
 bias_dropout_add = _op(dropout.bias_dropout_add)
 bias_dropout_add_backward = _op(dropout.bias_dropout_add_backward)
-add_bias_ = _op(bias.add_bias_, lambda y, *_: fuses(y) and y.is_contiguous())
+add_bias = _op(bias.add_bias, _fuses_bias)
 logit_sums = _op(cross_entropy.logit_sums)
 logits_gradient_ = _op(cross_entropy.logits_gradient_)
 operand_stats = _op(operand_stats_reference.operand_stats, _fuses_operand_stats)

@@ -143,13 +143,18 @@ def test_rivals_by_seed() -> None:
             assert shown(row[f"less bf16's, nats, iteration {iteration:,}"]) == within(difference, 4)
 
 
+def by_text(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Name of a text -> its score in an entry of evaluation.json."""
+    texts = {file.rpartition("/")[2].partition(".")[0]: found for file, found in evaluation["data"].items()}
+    return texts | {"WikiText": evaluation["wikitext"]}
+
+
 def test_rivals_by_text() -> None:
     scores: dict[tuple[str, ...], float] = {}  # bits a byte; and nats a token
     for path, text in Archive(RIVALS).texts.items():
         if path.endswith("/evaluation.json"):
             for each in json.loads(text)["evaluations"]:
-                texts = {file.rpartition("/")[2].partition(".")[0]: found for file, found in each["data"].items()}
-                for name, found in (texts | {"WikiText": each["wikitext"]}).items():
+                for name, found in by_text(each).items():
                     key = name, each["trained_under"], each["recipe"], path.partition("/evaluation")[0][-4:]
                     scores[*key, "nats"] = found["loss"]
                     scores[*key, "bits"] = found["loss"] * found["tokens"] / found["bytes"] / math.log(2)
@@ -320,8 +325,8 @@ def test_pairs_of_both_roundings() -> None:
         for iteration, left, right in zip(*validation[ours], validation[theirs][1], strict=True):
             expected[f"validation, {iteration:,}"] = left - right
         for text in ("enwiki-test", "docs-test", "WikiText"):
-            found = [_score(scores[run], text) for run in (ours, theirs)]
-            expected[text] = found[0] - found[1]
+            left, right = (by_text(scores[run])[text]["loss"] for run in (ours, theirs))
+            expected[text] = left - right
         assert cells.keys() == expected.keys()
         for name, difference in expected.items():
             assert shown(cells[name][f"seed {seed}"]) == within(difference, 4)
@@ -339,14 +344,6 @@ def test_pairs_of_both_roundings() -> None:
     first, second, ahead = map(shown, found.groups())
     assert [first, second] == [within(each, 4) for each in at_end]
     assert [ahead] * 2 == [within(each, 3) for each in trained]
-
-
-def _score(evaluation: dict[str, Any], text: str) -> float:
-    """Nats a token."""
-    if text == "WikiText":
-        return float(evaluation["wikitext"]["loss"])
-    (found,) = (each["loss"] for file, each in evaluation["data"].items() if text in file)
-    return float(found)
 
 
 @pytest.mark.parametrize(("name", "title"), [("tiny_runs", "# "), ("runs", "\n## Small")])

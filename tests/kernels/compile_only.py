@@ -120,7 +120,7 @@ def block_scaled() -> None:
 
 
 def around_linears() -> None:
-    from megatron_lowprec.kernels.bias.triton import add_bias_
+    from megatron_lowprec.kernels.bias.triton import add_bias
     from megatron_lowprec.kernels.cross_entropy import triton as cross_entropy
     from megatron_lowprec.kernels.dropout.triton import bias_dropout_add, bias_dropout_add_backward
     from megatron_lowprec.kernels.gelu.triton import bias_gelu, bias_gelu_backward
@@ -136,7 +136,7 @@ def around_linears() -> None:
         norm_backward(x, x, w, found.mean, found.rstd, x)
         norm_backward(x, x, w, found.mean, found.rstd, x, amax)
         statistics(x, 1e-5, centered=bias is not None)
-    add_bias_(x, w)
+    add_bias(x, w)
     bias_gelu(x, w, amax)
     bias_gelu_backward(x, x, w, amax=amax)
     for turned in (128, 64):

@@ -23,7 +23,7 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 RECOMPUTED_MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = (
-    ("bias", "add_bias_"),
+    ("bias", "add_bias"),
     ("layernorm", "norm"),
     ("gelu", "bias_gelu"),
     ("swiglu", "swiglu"),

@@ -1,6 +1,8 @@
 """Tables of the memory plan:
 
-default_peaks                  planned peaks of large models over those of bf16, by recipe, with default options
+    default_peaks                  planned peaks of large models over those of bf16, by recipe, with default options
+
+A row is one of ``LAYOUTS`` with one or 16 microbatches.
 """
 
 from collections.abc import Callable, Iterator
@@ -71,11 +73,11 @@ def _default_peaks(page: Path) -> Iterator[Row]:
         f"fp8_current {_UNCACHED}, over bf16",
     )
     for layout in LAYOUTS.values():
+        size = f"{layout.micro_batch}x{resolved(layout, 'bf16')[0].seq_length}"
         for count in (1, 16):
             bf16 = peak(layout, "bf16", count)
             shares = [peak(layout, recipe, count) / bf16 for recipe in (*NATIVE, *EMULATED)]
             shares.append(peak(layout, "fp8_current", count, _UNCACHED) / bf16)
-            size = f"{layout.micro_batch}x{resolved(layout, 'bf16')[0].seq_length}"
             numbers = layout.gpus, layout.tensor, count
             yield layout.config, size, *map(str, numbers), f"{bf16 / GIB:.1f}", *(f"{each:.3f}" for each in shares)
 

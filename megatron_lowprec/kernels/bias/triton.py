@@ -22,8 +22,8 @@ def _bias_add_kernel(y_ptr, bias_ptr, T, N, ROWS: tl.constexpr, COLUMNS: tl.cons
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def add_bias_(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """As ``reference.add_bias_``; y contiguous."""
+def add_bias(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """As ``reference.add_bias``, written to y; y contiguous."""
     T, N = y.shape
     grid = (triton.cdiv(T, _ROWS), triton.cdiv(N, _COLUMNS))
     _bias_add_kernel[grid](y, bias, T, N, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)

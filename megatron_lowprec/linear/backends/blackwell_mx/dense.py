@@ -10,7 +10,7 @@ import torch
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.kernels.dispatch import arch_of, fuses_mx, load
+from megatron_lowprec.kernels.dispatch import add_bias, arch_of, fuses_mx, load
 from megatron_lowprec.kernels.mx_gemm import native, reference
 from megatron_lowprec.kernels.mx_gemm.operand import (
     ALIGNED,
@@ -30,7 +30,6 @@ from megatron_lowprec.linear.backends.blackwell_mx.start_check import (
 from megatron_lowprec.linear.backends.blackwell_mx.why_not import WITH_BLOCK_SCALES, product_of
 from megatron_lowprec.linear.backends.emulated.dense import EmulatedGemms
 from megatron_lowprec.linear.backends.hopper_fp8.why_not import operands_of
-from megatron_lowprec.linear.backends.plus_bias import plus_bias
 from megatron_lowprec.linear.backends.protocol import CastRequest, KnownAmax, LayerContext
 from megatron_lowprec.linear.layer_tensors import in_memory
 from megatron_lowprec.linear.linear_id import SIDES
@@ -173,7 +172,7 @@ class BlackwellMxGemms(EmulatedGemms):
                 y = self._checked_product(name, key, sides, (left, right), product, options)
             else:
                 y = product(left, right, **options)
-        return plus_bias(y, bias)
+        return y if bias is None else add_bias(y, bias)
 
     def _checked_product(
         self,

@@ -12,7 +12,7 @@ import torch
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.kernels.dispatch import fuses_mx, load
+from megatron_lowprec.kernels.dispatch import add_bias, fuses_mx, load
 from megatron_lowprec.kernels.format_dtypes import DTYPES
 from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
 from megatron_lowprec.kernels.gemm.reference import Product, gemm
@@ -22,7 +22,6 @@ from megatron_lowprec.kernels.quantize.rule import Direction, MxCast
 from megatron_lowprec.linear.backends.emulated.cast_plan import CastPlans
 from megatron_lowprec.linear.backends.emulated.codes_beside import CodesBeside, codes_beside, codes_for_wgrad
 from megatron_lowprec.linear.backends.emulated.product_operand import ProductOperand
-from megatron_lowprec.linear.backends.plus_bias import plus_bias
 from megatron_lowprec.linear.backends.protocol import (
     CastRequest,
     KnownAmax,
@@ -243,7 +242,7 @@ class EmulatedGemms(CodesBeside):
             overwrite=overwrite,
             product=None if left.scale is None else self.products.get(name),  # an expert without tokens has no scales
         )
-        return plus_bias(y, bias)
+        return y if bias is None else add_bias(y, bias)
 
     def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
         """As ``GemmBackend``: for a tensor scale, where no transform comes between."""

@@ -66,13 +66,13 @@ def within(value: float, decimals: int) -> object:
     return pytest.approx(value, abs=0.5 * 10**-decimals + 1e-9)
 
 
-def of_archives(kind: str, archives: str) -> list[dict[str, str]]:
-    """``table`` of these archives, on the page of their folder."""
+def of_archives(kind: str, archives: str, *words: str) -> list[dict[str, str]]:
+    """``table`` of these archives and further words, on the page of their folder."""
     names = [f"{name}.safetensors.xz" for name in archives.split()]
-    return table(f"{archives.partition('/')[0]}.md", " ".join([kind, *names]))
+    return table(f"{archives.partition('/')[0]}.md", " ".join([kind, *names, *words]))
 
 
-RIVALS = "fp4-rivals/25m fp4-rivals/25m-others fp4-rivals/25m-phases fp4-rivals/25m-phases-seeds"
+RIVALS = " ".join(f"fp4-rivals/25m{name}" for name in ("", "-others", "-phases", "-phases-seeds", "-four-over-six"))
 QUALITY = {
     "recipes-25m/runs": ["mxfp4"],
     "fp8-lm/levels": [],
@@ -191,6 +191,34 @@ def test_gradient_norms_of_rivals() -> None:
     ]
 
 
+def test_cost_and_peaks_without_cached_weights() -> None:
+    """Steps from the fifth of 6.7B and the third of 8B on, as the runs of fewer iterations allow."""
+    costs, shares = [], []
+    for model, recipe, first, ends in (("8b", "fp8_current", 3, [""]), ("6.7b", "fp8_delayed", 5, ["", ", again"])):
+        data = json.loads((RESULTS / f"memory-peaks/uncached-{model}.json").read_text(encoding="utf-8"))
+        variants = {row["variant"]: row for row in data["tables"][0]["rows"]}
+        names = (f"{recipe} --no-cache-weights", recipe)
+        for end in ends:
+            steps = [
+                median(step["ms"] for step in variants[name + end]["iterations"] if step["iteration"] >= first)
+                for name in names
+            ]
+            costs.append(100 * (steps[0] / steps[1] - 1))
+        peaks = {name: run["run"]["peak_memory_bytes"] for name, run in data["runs"].items()}
+        shares += [peaks[name] / peaks["bf16"] for name in names]
+    page = (RESULTS / "memory.md").read_text(encoding="utf-8")
+    found = re.search(
+        r"for ([\d.]+)% of a step of Llama 3 8B .* ([\d.]+) and ([\d.]+)% of one of 6.7B .*"
+        r" ([\d.]+) instead of ([\d.]+), and ([\d.]+) instead of ([\d.]+), of bf16's peak",
+        page,
+    )
+    assert found is not None
+    assert [float(each) for each in found.groups()] == [
+        *(within(each, 1) for each in costs),
+        *(within(each, 3) for each in shares),
+    ]
+
+
 def test_kernels_of_experts_in_turn() -> None:
     rows = json.loads((RESULTS / "experts/in-turn.json").read_text(encoding="utf-8"))["rows"]
     page = (RESULTS / "experts.md").read_text(encoding="utf-8")
@@ -301,8 +329,9 @@ def test_norms_of_late_growth() -> None:
         assert shown(row["training loss, nats, 4,400"]) == within(loss, 3)
 
 
-def test_pairs_of_both_roundings() -> None:
-    archive = Archive("stochastic-rounding/30m")
+def pairs(archives: str, left: str, right: str, *seeds: str) -> list[dict[str, float]]:
+    """Left's losses less right's of each seed, by the row of the page's table, whose cells agree with them."""
+    archive, windows = Archive(archives), (665, 798, 1330, 1463, 1995, 2128, 2659)
     training, validation = (
         {run.rpartition("/")[2]: series for run, series in archive.metrics(key).items()} for key in (TRAIN, LOSS)
     )
@@ -311,30 +340,33 @@ def test_pairs_of_both_roundings() -> None:
         for path, text in archive.texts.items()
         if path.endswith("/evaluation.json")
     }
-    ends_of_windows = (665, 798, 1330, 1463, 1995, 2128, 2659)
-    names = "pairs stochastic-rounding/30m.safetensors.xz mxfp4_rht32_sr mxfp4_rht32 133"
-    rows = table("stochastic-rounding.md", " ".join([names, *map(str, ends_of_windows)]))
-    cells = {next(iter(row.values())): row for row in rows}
-    after_first, at_starts, at_end, trained = [], [], [], []
-    for seed in ("1234", "1235"):
-        ours, theirs = (f"llama_30m-mxfp4_rht32{name}-s{seed}" for name in ("_sr", ""))
+    rows = of_archives("pairs", archives, left, right, "133", *map(str, windows))
+    cells = {row[f"{left} less {right}, nats"]: row for row in rows}
+    found = []
+    for seed in seeds:
+        ours, theirs = (f"llama_30m-{label}-s{seed}" for label in (left, right))
         expected: dict[str, float] = {}
-        for end in ends_of_windows:
+        for end in windows:
             means = [mean(over(training[run], end - 132, end)) for run in (ours, theirs)]
             expected[f"training, {end - 132:,} to {end:,}"] = means[0] - means[1]
-        for iteration, left, right in zip(*validation[ours], validation[theirs][1], strict=True):
-            expected[f"validation, {iteration:,}"] = left - right
+        for iteration, *losses in zip(*validation[ours], validation[theirs][1], strict=True):
+            expected[f"validation, {iteration:,}"] = losses[0] - losses[1]
         for text in ("enwiki-test", "docs-test", "WikiText"):
-            left, right = (by_text(scores[run])[text]["loss"] for run in (ours, theirs))
-            expected[text] = left - right
+            expected[text] = by_text(scores[ours])[text]["loss"] - by_text(scores[theirs])[text]["loss"]
         assert cells.keys() == expected.keys()
         for name, difference in expected.items():
             assert shown(cells[name][f"seed {seed}"]) == within(difference, 4)
-        leads = [expected[f"training, {end - 132:,} to {end:,}"] for end in ends_of_windows]
-        after_first.append(leads[-1] - leads[0])
-        at_starts.append(sum(leads[at + 1] - leads[at] for at in (0, 2, 4)))
-        at_end.append(expected["validation, 2,659"])
-        trained.append(leads[-1])
+        found.append(expected)
+    assert all(len(row) == 1 + len(seeds) for row in rows)
+    return found
+
+
+def test_pairs_of_both_roundings_and_bf16() -> None:
+    of_roundings = pairs("stochastic-rounding/30m", "mxfp4_rht32_sr", "mxfp4_rht32", "1234", "1235")
+    leads = [[value for name, value in each.items() if name.startswith("training")] for each in of_roundings]
+    after_first = [each[-1] - each[0] for each in leads]
+    at_starts = [sum(each[at + 1] - each[at] for at in (0, 2, 4)) for each in leads]
+    (of_bf16,) = pairs("stochastic-rounding/30m stochastic-rounding/30m-bf16", "mxfp4_rht32", "bf16", "1234")
     page = (RESULTS / "stochastic-rounding.md").read_text(encoding="utf-8")
     found = re.search(r"grows by ([\d.]+) and ([\d.]+) nats after the first epoch, and by ([\d.]+) and ([\d.]+)", page)
     assert found is not None
@@ -342,8 +374,12 @@ def test_pairs_of_both_roundings() -> None:
     found = re.search(r"it ends (\S+) and (\S+) nats .* training text nearest is ([\d.]+) ahead", page)
     assert found is not None
     first, second, ahead = map(shown, found.groups())
-    assert [first, second] == [within(each, 4) for each in at_end]
-    assert [ahead] * 2 == [within(each, 3) for each in trained]
+    assert [first, second] == [within(each["validation, 2,659"], 4) for each in of_roundings]
+    assert [ahead] * 2 == [within(each[-1], 3) for each in leads]
+    found = re.search(r"Nearest's own gap to bf16 keeps within ([\d.]+) and ([\d.]+) nats", page)
+    assert found is not None
+    gaps_to_bf16 = [value for name, value in of_bf16.items() if not name.startswith("validation")]
+    assert [float(each) for each in found.groups()] == [within(each(gaps_to_bf16), 4) for each in (min, max)]
 
 
 @pytest.mark.parametrize(("name", "title"), [("tiny_runs", "# "), ("runs", "\n## Small")])

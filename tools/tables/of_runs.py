@@ -9,8 +9,8 @@
     norms FILE ... N               the table of the gradient norms of the N-th group of archives' runs
     last_fifth FILE ...            training loss and gradient norm beside bf16's, in the last fifth of each run
     validations FILE ...           each run's validation losses less those of bf16's run of the same seed
-    pairs FILE LEFT RIGHT COUNT ITERATION ...  left's losses less right's by seed: training over COUNT iterations to
-                                   each, each validation, and texts
+    pairs FILE ... LEFT RIGHT COUNT ITERATION ...  left's losses less right's by seed: training over COUNT iterations
+                                   to each, each validation, and texts
     texts FILE ...                 losses of archives' checkpoints by text, less those of bf16's checkpoints
     growth FILE ITERATION ...      gradient norm and training loss of an archive's runs, over 200 iterations to each
     weights FILE TENSOR ITERATION ...  rms of a tensor in each layer, of runs whose sizes tools/weight_norms.py has read
@@ -35,7 +35,7 @@ from megatron_lowprec.report.build import Report, build
 from megatron_lowprec.report.claims import CLAIMS, load_claims
 from megatron_lowprec.report.operand_tables import of_outputs
 from megatron_lowprec.report.published.ladder import gap_ladder, read_ladder
-from megatron_lowprec.report.runs import find_runs
+from megatron_lowprec.report.runs import Status, find_runs
 from megatron_lowprec.report.tables import Table, all_groups, gradient_norms, quality
 from megatron_lowprec.report.tables import claims as claims_table
 from megatron_lowprec.shipped import find
@@ -125,8 +125,9 @@ def _last_fifth(page: Path, *names: str) -> Iterator[Row]:
     (group,) = _report(*(page.parent / name for name in names)).groups
     assert not group.repeated(), f"{' '.join(names)}: a seed is repeated"
     losses = group.training_losses(0.8, 1.0)
-    norms = {(run.label, run.block): run.norms_by_fifth[-1] for run in group.runs}
-    seeds = [run.block for run in group.of(group.reference)]
+    finished = [run for label in group.finished for run in group.of(label, Status.FINISHED)]
+    norms = {(run.label, run.block): run.norms_by_fifth[-1] for run in finished}
+    seeds = [run.block for run in group.of(group.reference, Status.FINISHED)]
     columns = ("training loss less bf16's, nats", "gradient norm over bf16's")
     yield "recipe", *(f"{column}, seed {seed}" for column in columns for seed in seeds)
     for label in group.compared:
@@ -144,30 +145,32 @@ def _validations(page: Path, *names: str) -> Iterator[Row]:
     iterations = curves[group.labels[0], group.runs[0].block][0]
     yield "recipe", "seed", *(f"less bf16's, nats, iteration {at:,}" for at in iterations)
     for label in group.compared:
-        for run in group.of(label):
+        for run in group.of(label, Status.FINISHED):
             differences = curves[label, run.block][1] - curves[group.reference, run.block][1]
             yield label, str(run.seed), *(signed(each, 4) for each in differences)
 
 
-def _pairs(page: Path, name: str, left: str, right: str, count: str, *iterations: str) -> Iterator[Row]:
-    (group,) = _report(page.parent / name).groups
+def _pairs(page: Path, *words: str) -> Iterator[Row]:
+    names = [word for word in words if word.endswith(".xz")]
+    left, right, count, *iterations = words[len(names) :]
+    (group,) = _report(*(page.parent / name for name in names)).groups
     curves = {(run.label, run.block): run.curve for run in group.runs if run.curve}
-    seeds = [run.block for run in group.of(left)]
-    pairs = [(curves[left, seed], curves[right, seed]) for seed in seeds]
-    yield f"{left} less {right}, nats", *(f"seed {seed}" for seed in seeds)
+    runs = [run for run in group.of(left, Status.FINISHED) if {(left, run.block), (right, run.block)} <= curves.keys()]
+    pairs = [(curves[left, run.block], curves[right, run.block]) for run in runs]
+    yield f"{left} less {right}, nats", *(f"seed {run.block}" for run in runs)
     for end in map(int, iterations):
         rows = slice(end - int(count), end)
         for curve in (curve for pair in pairs for curve in pair):
-            assert list(curve.train[0][rows]) == list(range(rows.start + 1, end + 1)), f"{name}: iterations are missing"
+            assert list(curve.train[0][rows]) == list(range(rows.start + 1, end + 1)), "iterations are missing"
         found = [float((ours.train[1][rows] - theirs.train[1][rows]).mean()) for ours, theirs in pairs]
         yield f"training, {rows.start + 1:,} to {end:,}", *(signed(each, 4) for each in found)
     for at, iteration in enumerate(pairs[0][0].validation[0]):
         assert {curve.validation[0][at] for pair in pairs for curve in pair} == {iteration}
         found = [ours.validation[1][at] - theirs.validation[1][at] for ours, theirs in pairs]
         yield f"validation, {iteration:,}", *(signed(each, 4) for each in found)
-    recipes = [group.of(label)[0].record["recipe"] for label in (left, right)]
-    numbers = [run.options["seed"] for run in group.of(left)]
-    scores = _scores_of_texts([page.parent / name])
+    recipes = [group.of(label, Status.FINISHED)[0].record["recipe"] for label in (left, right)]
+    numbers = [run.options["seed"] for run in runs]
+    scores = _scores_of_texts([page.parent / name for name in names])
     for text in dict.fromkeys(text for text, *_ in scores):
         ours, theirs = (scores[text, recipe, recipe] for recipe in recipes)
         yield text, *(signed(ours[number][0] - theirs[number][0], 4) for number in numbers)

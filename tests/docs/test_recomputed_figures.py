@@ -15,6 +15,7 @@ import pytest
 
 from megatron_lowprec.shipped import SHIPPED
 from tests.docs.archived_columns import RESULTS, Archive, Series
+from tests.docs.page_tables import shown, table, within
 
 LOSS, TRAIN, NORM = "lm loss validation", "lm loss", "grad-norm"
 
@@ -44,26 +45,6 @@ def gaps(losses: Losses, aside: Sequence[str] = ()) -> dict[str, float]:
     solved = np.linalg.lstsq(design.astype(float), np.array([losses[key] for key in kept]), rcond=None)[0]
     pairs = {name: [losses[key] - losses["bf16", key[1]] for key in losses if key[0] == name] for name in aside}
     return dict(zip(names, solved.tolist())) | {name: mean(pairs[name]) for name in aside}
-
-
-def table(page: str, marker: str) -> list[dict[str, str]]:
-    """Rows of the page's table that ``tools/doc_tables.py`` writes under this marker."""
-    text = (RESULTS / page).read_text(encoding="utf-8").partition(f"<!-- table: {marker} -->\n")[2]
-    head, _, *body = (
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in text.partition("<!-- end of table -->")[0].splitlines()
-    )
-    return [dict(zip(head, row, strict=True)) for row in body]
-
-
-def shown(cell: str) -> float:
-    """Number of a cell with a minus sign of its own."""
-    return float(cell.replace("\N{MINUS SIGN}", "-"))
-
-
-def within(value: float, decimals: int) -> object:
-    """What rounds to a cell of so many decimals."""
-    return pytest.approx(value, abs=0.5 * 10**-decimals + 1e-9)
 
 
 def of_archives(kind: str, archives: str, *words: str) -> list[dict[str, str]]:
@@ -191,52 +172,6 @@ def test_gradient_norms_of_rivals() -> None:
     ]
 
 
-def test_cost_and_peaks_without_cached_weights() -> None:
-    """Steps from the fifth of 6.7B and the third of 8B on, as the runs of fewer iterations allow."""
-    costs, shares = [], []
-    for model, recipe, first, ends in (("8b", "fp8_current", 3, [""]), ("6.7b", "fp8_delayed", 5, ["", ", again"])):
-        data = json.loads((RESULTS / f"memory-peaks/uncached-{model}.json").read_text(encoding="utf-8"))
-        variants = {row["variant"]: row for row in data["tables"][0]["rows"]}
-        names = (f"{recipe} --no-cache-weights", recipe)
-        for end in ends:
-            steps = [
-                median(step["ms"] for step in variants[name + end]["iterations"] if step["iteration"] >= first)
-                for name in names
-            ]
-            costs.append(100 * (steps[0] / steps[1] - 1))
-        peaks = {name: run["run"]["peak_memory_bytes"] for name, run in data["runs"].items()}
-        shares += [peaks[name] / peaks["bf16"] for name in names]
-    page = (RESULTS / "memory.md").read_text(encoding="utf-8")
-    found = re.search(
-        r"for ([\d.]+)% of a step of Llama 3 8B .* ([\d.]+) and ([\d.]+)% of one of 6.7B .*"
-        r" ([\d.]+) instead of ([\d.]+), and ([\d.]+) instead of ([\d.]+), of bf16's peak",
-        page,
-    )
-    assert found is not None
-    assert [float(each) for each in found.groups()] == [
-        *(within(each, 1) for each in costs),
-        *(within(each, 3) for each in shares),
-    ]
-
-
-def test_kernels_of_experts_in_turn() -> None:
-    rows = json.loads((RESULTS / "experts/in-turn.json").read_text(encoding="utf-8"))["rows"]
-    page = (RESULTS / "experts.md").read_text(encoding="utf-8")
-    found = re.search(
-        r"takes ([\d.]+) ms .*?, ([\d.]+) by .*take ([\d.]+) to ([\d.]+)% off .*take ([\d.]+) ms, torch's ([\d.]+)\.",
-        page,
-    )
-    assert found is not None
-    (swiglu,) = (row for row in rows if "SwiGLU" in row["kernel"])
-    off = [100 * (1 - row["after"]["median_ms"] / row["before"]["median_ms"]) for row in rows if "FP8" in row["kernel"]]
-    bf16 = [row for row in rows if row["kernel"].startswith("bf16")]
-    assert [float(each) for each in found.groups()] == [
-        *(within(swiglu[name]["median_ms"], 2) for name in ("after", "before")),
-        *(within(each, 1) for each in (min(off), max(off))),
-        *(within(sum(row[name]["median_ms"] for row in bf16), 1) for name in ("ours", "torch")),
-    ]
-
-
 def test_published_gaps_beside_rivals() -> None:
     with (SHIPPED / "data/quartet2-runs.csv").open(encoding="utf-8", newline="") as file:
         runs = list(csv.DictReader(file))
@@ -253,38 +188,6 @@ def test_published_gaps_beside_rivals() -> None:
             ends = [shown(each) for each in cell.split(" to ")]
             assert ends[0] == within(min(gaps), 4)
             assert ends[-1] == within(max(gaps), 4)
-
-
-def test_quantizers_beside_what_bytes_and_instructions_predict() -> None:
-    files = "emulated-mx-fourbit-quantize.json", "emulated-mx-instructions.json"
-    measured, counted = (json.loads((RESULTS / file).read_text(encoding="utf-8")) for file in files)
-    fewest: dict[tuple[str, ...], float] = {}
-    for row in sorted(counted["rows"], key=lambda row: -row["total"]):
-        fewest[row["format"], row["kind"], row["direction"]] = row["total"]
-    found = {(row["format"], row["kind"], row["direction"], row["size"]): row for row in measured["tables"][0]["rows"]}
-    rows = table("emulated-mx.md", f"quantizers {' '.join(files)} 8192x8192")
-    assert len(rows) == sum(key[3] == "8192x8192" for key in found) == 25
-    for row in rows:
-        name, kind, way = row["format"], row["rounding, transform"], row["direction"]
-        run = found[name, kind, way, "8192x8192"]
-        least = fewest.get((name, kind, way))
-        if least is None:
-            parts = ("columns",) if kind == "square" else ("rows", "columns")
-            least = sum(fewest[name, kind, part] for part in parts)
-        seconds_a_byte = run["of_same_copy"] * run["ms"] / 1e3 / run["moved_bytes"]
-        amax = 2.0 if name == "nvfp4" else 0.0
-        bytes_ = run["moved_bytes"] / 8192**2
-        cast = max((bytes_ - amax) * seconds_a_byte, least / (0.75 * 132 * 128 * 1.7e9))
-        predicted = bytes_ * seconds_a_byte / (amax * seconds_a_byte + cast)
-        assert shown(row["bytes an entry"]) == bytes_
-        assert shown(row["instructions an entry"]) == within(least, 1)
-        assert shown(row["time, us"]) == within(1e3 * run["ms"], 0)
-        for column, share in (
-            ("of the large copy", run["of_large_copy"]),
-            ("of a copy of the size", run["of_same_copy"]),
-        ):
-            assert shown(row[column].rstrip("%")) == within(100 * share, 0)
-        assert shown(row["predicted"].rstrip("%")) == within(100 * predicted, 0)
 
 
 TOKENS = {"epoch_1": "72.1M", "epochs_4": "288M"}

@@ -44,6 +44,7 @@ from megatron_lowprec.training.evaluation.windows import Text, check_stride
 if TYPE_CHECKING:
     import torch
 
+    from megatron_lowprec.recipe.recipe import Recipe
     from megatron_lowprec.training.evaluation.text_loss import Score
 
 PARTS = ("train", "valid", "test")
@@ -110,15 +111,16 @@ def evaluate(args: argparse.Namespace, ranks: startup.Ranks) -> dict[str, Any]:
     if args.split is not None:
         check_split(args.split)
     pages = read(str(find(args.wikitext))) if args.wikitext is not None else []
-    device, evaluations = None, []
-    for recipe in args.recipe:
-        scorer = Scorer(args, ranks, None if recipe == CHECKPOINTS else recipe, device)
+    device = None
+    scored: list[tuple[Recipe, dict[str, Any]]] = []
+    for name in args.recipe:
+        scorer = Scorer(args, ranks, None if name == CHECKPOINTS else name, device)
         device = scorer.device
         found = scorer.header()
-        found["data"] = {path: scorer.corpus(path, prefix) for path, prefix in scorer.prepared().items()}
-        if pages:
-            found["wikitext"] = scorer.wikitext(args.wikitext, pages)
-        evaluations.append(found)
+        same = next((scores for recipe, scores in scored if recipe == scorer.recipe), None)
+        found |= scorer.scores(pages) if same is None else same
+        scored.append((scorer.recipe, found))
+    evaluations = [found for _, found in scored]
     results = evaluations[0] if len(evaluations) == 1 else {"evaluations": evaluations}
     if args.out and ranks.rank == 0:
         args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -154,7 +156,7 @@ class Scorer:
             micro_batch_size=args.micro_batch_size,
             **moved_tokenizer(args),
         )
-        self._recipe = opened.recipe
+        self.recipe = opened.recipe
         self._length: int = opened.config.shape.seq_length if args.seq_length is None else args.seq_length
         self._stride: int = self._length if args.stride is None else args.stride
         check_stride(self._stride, self._length)
@@ -177,16 +179,23 @@ class Scorer:
         trained = self._found.content["recipe"]["name"]
         how = "contiguous" if self._stride == self._length else f"sliding by {self._stride}"
         self._say(f"checkpoint  {self._found.folder}, trained under {trained}")
-        self._say(f"recipe      {self._recipe.name}", *self._found.notes, *self._notes)
+        self._say(f"recipe      {self.recipe.name}", *self._found.notes, *self._notes)
         self._say(f"windows     {self._length} tokens, {how}")
         return {
             "checkpoint": str(self._found.folder),
             "iteration": self._found.progress["iteration"],
             "trained_under": trained,
-            "recipe": self._recipe.name,
+            "recipe": self.recipe.name,
             "window": self._length,
             "stride": self._stride,
         }
+
+    def scores(self, pages: Sequence[Page]) -> dict[str, Any]:
+        """Scores of all texts, which rank 0 prints; ``pages`` of WikiText."""
+        found: dict[str, Any] = {"data": {path: self.corpus(path, prefix) for path, prefix in self.prepared().items()}}
+        if pages:
+            found["wikitext"] = self.wikitext(self._args.wikitext, pages)
+        return found
 
     def prepared(self) -> dict[str, str]:
         """Entry of --data-path -> prefix; the first process of each node tokenizes raw text."""

@@ -94,9 +94,10 @@ def test_windows_and_recipes_are_the_user_s(trained: str, capsys: pytest.Capture
     assert "contiguous" in printed
 
 
-def test_several_recipes_are_scored_as_each_alone(trained: str) -> None:
+def test_several_recipes_are_scored_as_each_alone(trained: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--load", trained, "--wikitext", "wiki.raw", "--recipe"]
-    together = run(*flags, "checkpoint", "mxfp4", "mxfp8", "checkpoint")["evaluations"]
+    together = run(*flags, "checkpoint", "mxfp4", "mxfp8", "bf16")["evaluations"]
+    assert capsys.readouterr().out.count("articles") == 3, "a recipe given twice is scored once"
     assert [found["recipe"] for found in together] == ["bf16", "mxfp4", "mxfp8", "bf16"]
     assert together == [run(*flags, name) for name in ("checkpoint", "mxfp4", "mxfp8", "bf16")]
     assert len({found["wikitext"]["loss"] for found in together}) == 2, "mxfp4 quantizes no forward pass"

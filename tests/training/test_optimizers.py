@@ -121,7 +121,7 @@ def test_the_state_is_what_the_memory_plan_counts(build: Build, optimizer: str) 
         (MUON | {"muon_lr": 0.01, "lr": 0.0}, "--muon-lr 0.01 does nothing without --lr"),
         ({"no_muon_nesterov": True}, "--no-muon-nesterov is for --optimizer muon"),
         (MUON | {"sgd_momentum": 0.5}, "--sgd-momentum 0.5 is for --optimizer sgd"),
-        (MUON | {"muon_num_ns_steps": 100}, "--muon-num-ns-steps 100: wants between 1 and 99"),
+        (MUON | {"muon_num_ns_steps": 100}, "--muon-num-ns-steps 100: wants at least 1 and at most 99"),
     ],
 )
 def test_what_an_optimizer_does_not_read_is_refused(drive: Drive, options: dict[str, Any], words: str) -> None:

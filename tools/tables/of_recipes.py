@@ -242,13 +242,11 @@ def _options(page: Path, group: str) -> Iterator[Row]:
     (found,) = (each for each in GROUPS if each.__name__ == group)
     for name in options_in(*Part, groups=(found,)):
         option, default = OPTIONS[name], getattr(Config(), name)
-        bounds = {"at least": option.least, "at most": option.most}
-        limits = [f"{word} {limit:g}" for word, limit in bounds.items() if limit is not None]
         shown = "" if default is None or default == [] else f"`{str(default).lower() if default is False else default}`"
         assert option.part is not None
         resume = "refused without --no-load-optim" if option.optimizer_state else option.part.value
         if not option.hidden:
-            yield f"`{flag(name)}`", shown, "; ".join([option.help, *limits]), resume
+            yield f"`{flag(name)}`", shown, "; ".join([option.help, *option.bounds]), resume
 
 
 def _text(found: Answer) -> str:

@@ -170,10 +170,9 @@ def virtual_stages(config: Config) -> int | None:
 def _in_bounds(config: Config) -> None:
     """Reject numbers outside their valid range, including NaN."""
     for name, option in OPTIONS.items():
-        least, most, value = option.least, option.most, getattr(config, name)
-        if least is not None and value is not None and not (least <= value and (most is None or value <= most)):
-            wanted = f"at least {least}" if most is None else f"between {least} and {most}"
-            raise UserError(f"{flag(name)} {value}: wants {wanted}")
+        value = getattr(config, name)
+        if option.bounds and value is not None and not option.admits(value):
+            raise UserError(f"{flag(name)} {value}: wants {' and '.join(option.bounds)}")
 
 
 def _no_idle_flags(config: Config) -> None:
@@ -262,6 +261,11 @@ def _check_features(config: Config, gpus: bool) -> None:
     _check_capture_step(config)
     _check_profile(config.steps)
     check_chunks(config)
+    if config.rope_type == "yarn" and config.yarn_beta_fast <= config.yarn_beta_slow:
+        raise UserError(
+            f"--yarn-beta-fast {config.yarn_beta_fast:g} is not above --yarn-beta-slow {config.yarn_beta_slow:g}: "
+            "frequencies of more turns than the first are kept, those of fewer than the second divided"
+        )
     if config.overlap_param_gather and not (config.use_distributed_optimizer and config.overlap_grad_reduce):
         raise UserError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
     if config.recompute_granularity == "full" and (

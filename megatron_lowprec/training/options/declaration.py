@@ -44,8 +44,8 @@ class Option:
 
     Args:
         part: what the option is about; by default its group's.
-        least: smallest value; None for no bound.
-        most: largest value; None for no bound.
+        least, above: smallest value, or what it has to exceed; None for no bound.
+        most, below: largest value, or what it has to stay below; None for no bound.
         needs: what a value other than the default and ``formerly`` is refused without, separated by blanks: "name|name"
             of options of which one is set, "name=value|value", or "!name" of one that is not set.
         read_with: an option as in ``needs``, without which the value is not read, and not compared.
@@ -69,7 +69,9 @@ class Option:
     help: str
     part: Part | None = None
     least: float | None = None
+    above: float | None = None
     most: float | None = None
+    below: float | None = None
     needs: str = ""
     read_with: str = ""
     required: bool = False
@@ -85,6 +87,21 @@ class Option:
     sweep: str | None = None
     grouped: bool = True
     draws: bool = False
+
+    @property
+    def bounds(self) -> list[str]:
+        """Bounds of a value, in words."""
+        limits = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        return [f"{word} {limit}" for word, limit in limits.items() if limit is not None]
+
+    def admits(self, value: float) -> bool:
+        """Whether a value keeps all bounds; with a bound, NaN does not."""
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
 
 
 def arg(default: Any, help: str, part: Part | None = None, **declared: Any) -> Any:

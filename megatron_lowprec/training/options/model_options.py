@@ -27,6 +27,7 @@ class ModelOptions(Group):
     max_position_embeddings: int | None = arg(
         None,
         "length of the learned position table; default --seq-length",
+        least=1,
         read_with="position_embedding_type=learned_absolute",
     )
     position_embedding_type: Literal["learned_absolute", "rope"] = arg("learned_absolute", "kind of position embedding")
@@ -42,8 +43,8 @@ class ModelOptions(Group):
     untie_embeddings_and_output_weights: bool = arg(
         False, "an output layer of its own instead of the embedding's weight"
     )
-    hidden_dropout: float = arg(0.1, "dropout of the residual branches", Part.UPDATE, least=0, most=1)
-    attention_dropout: float = arg(0.1, "dropout of the attention weights", Part.UPDATE, least=0, most=1)
+    hidden_dropout: float = arg(0.1, "dropout of the residual branches", Part.UPDATE, least=0, below=1)
+    attention_dropout: float = arg(0.1, "dropout of the attention weights", Part.UPDATE, least=0, below=1)
     init_method_std: float = arg(
         0.02, "standard deviation of the initial weights (output projections: / sqrt(2 layers))", Part.START, least=0
     )
@@ -62,8 +63,8 @@ class RopeOptions(Group):
     PART = Part.FUNCTION
     READ_WITH = "position_embedding_type=rope"
 
-    rotary_base: int = arg(10000, "base period of rope")
-    rotary_percent: float = arg(1.0, "share of a head's channels that rope turns", least=0, most=1)
+    rotary_base: int = arg(10000, "base period of rope", above=1)
+    rotary_percent: float = arg(1.0, "share of a head's channels that rope turns", above=0, most=1)
     use_rope_scaling: bool = arg(
         False,
         "Llama 3's scaling of rope's low frequencies, from 8192 tokens",
@@ -77,5 +78,5 @@ class RopeOptions(Group):
     )
     rotary_scaling_factor: float = arg(1.0, "YaRN's factor of the context's length", least=1)
     yarn_original_max_position_embeddings: int | None = arg(None, "YaRN's length before the extension", least=1)
-    yarn_beta_fast: float = arg(32.0, "YaRN's turns in that length from which a frequency is kept")
-    yarn_beta_slow: float = arg(1.0, "YaRN's turns in that length up to which it is divided by the factor")
+    yarn_beta_fast: float = arg(32.0, "YaRN's turns in that length from which a frequency is kept", above=0)
+    yarn_beta_slow: float = arg(1.0, "YaRN's turns in that length up to which it is divided by the factor", above=0)

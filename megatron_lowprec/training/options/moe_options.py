@@ -17,8 +17,8 @@ class MoeOptions(Group):
     PART = Part.UPDATE
     NEEDS = "num_experts"
 
-    num_experts: int | None = arg(None, "experts of a layer; default: a dense MLP", Part.SHAPE)
-    moe_ffn_hidden_size: int | None = arg(None, "width of one expert; default --ffn-hidden-size", Part.SHAPE)
+    num_experts: int | None = arg(None, "experts of a layer; default: a dense MLP", Part.SHAPE, least=1)
+    moe_ffn_hidden_size: int | None = arg(None, "width of one expert; default --ffn-hidden-size", Part.SHAPE, least=1)
     moe_layer_freq: str = arg(
         "1",
         "layers with experts, others are dense: N for every Nth from the first, or a pattern as ([0]*1+[1]*26)",
@@ -41,6 +41,7 @@ class MoeOptions(Group):
         None,
         "factor of the scores; needs --moe-router-score-function sigmoid or --moe-router-pre-softmax",
         Part.FUNCTION,
+        above=0,
         needs=_BALANCED,
     )
     moe_router_num_groups: int | None = arg(
@@ -60,7 +61,7 @@ class MoeOptions(Group):
         needs=f"{_BALANCED} moe_router_score_function=sigmoid",
     )
     moe_router_bias_update_rate: float = arg(
-        1e-3, "how far a step moves that bias", needs="moe_router_enable_expert_bias"
+        1e-3, "how far a step moves that bias", least=0, needs="moe_router_enable_expert_bias"
     )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "sinkhorn", "none"] = arg(
         "aux_loss", "how the load is balanced; seq_aux_loss: aux_loss of each sequence"

@@ -47,10 +47,10 @@ class OptimizerOptions(Group):
         "constant", "how weight decay grows over the run"
     )
     clip_grad: float = arg(1.0, "largest gradient norm; 0 for no clipping", Part.UPDATE, least=0)
-    adam_beta1: float = arg(0.9, "decay of the first moment", Part.UPDATE, least=0, most=1)
-    adam_beta2: float = arg(0.999, "decay of the second moment", Part.UPDATE, least=0, most=1)
+    adam_beta1: float = arg(0.9, "decay of the first moment", Part.UPDATE, least=0, below=1)
+    adam_beta2: float = arg(0.999, "decay of the second moment", Part.UPDATE, least=0, below=1)
     adam_eps: float = arg(1e-8, "added to the root of the second moment", Part.UPDATE, least=0)
-    sgd_momentum: float = arg(0.9, "momentum of SGD", Part.UPDATE, needs="optimizer=sgd", least=0, most=1)
+    sgd_momentum: float = arg(0.9, "momentum of SGD", Part.UPDATE, needs="optimizer=sgd", least=0, below=1)
     override_opt_param_scheduler: bool = arg(
         False, "take the whole schedule from these options, not from the checkpoint", Part.RESUME
     )
@@ -73,7 +73,10 @@ class MuonOptions(Group):
         least=0,
     )
     muon_momentum: float = arg(
-        0.95, "decay of the average of a matrix's gradients (ours: torch's default, Megatron's is 0.9)", least=0, most=1
+        0.95,
+        "decay of the average of a matrix's gradients (ours: torch's default, Megatron's is 0.9)",
+        least=0,
+        below=1,
     )
     muon_nesterov: bool = arg(True, "Nesterov's momentum (ours: on, as in torch, unless --no-muon-nesterov)")
     muon_num_ns_steps: int = arg(5, "steps of the Newton-Schulz iteration", least=1, most=99)

@@ -159,7 +159,7 @@ class TrainingOptions(Group):
         10, "stop with a report after this many iterations in a row with a non-finite loss or gradient (ours)", least=1
     )
     exit_interval: int | None = arg(None, "save and stop at every iteration that this divides", Part.OUTPUT, least=1)
-    exit_duration_in_mins: float | None = arg(None, "save and stop after this many minutes", Part.OUTPUT)
+    exit_duration_in_mins: float | None = arg(None, "save and stop after this many minutes", Part.OUTPUT, least=0)
     exit_signal_handler: bool = arg(
         True, "save and stop at SIGTERM or SIGUSR1 (ours: on unless --no-exit-signal-handler)", Part.OUTPUT
     )

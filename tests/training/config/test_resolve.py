@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,11 @@ SAMPLES: dict[str, Any] = {"train_iters": None, "train_samples": 100}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "disable_bias_linear": True}
 DISPATCH: dict[str, Any] = {**EXPERTS, "expert_model_parallel_size": 2, "moe_fp8_dispatch": True}
 SIGMOID: dict[str, Any] = {**EXPERTS, "moe_router_score_function": "sigmoid"}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "position_embedding_type": "rope",
+    "yarn_original_max_position_embeddings": 16,
+}
 LATENT: dict[str, Any] = {
     "multi_latent_attention": True,
     "kv_lora_rank": 32,
@@ -129,6 +135,12 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"num_experts": 2, "expert_tensor_parallel_size": 2}, ["--expert-tensor-parallel-size 2", "1 rank(s)"]),
     (1, {"use_rope_scaling": True}, ["--use-rope-scaling", "--position-embedding-type rope"]),
     (1, {"rope_type": "yarn", "position_embedding_type": "rope"}, ["--yarn-original-max-position-embeddings"]),
+    (1, {**YARN, "yarn_beta_slow": 0.0}, ["--yarn-beta-slow 0.0: wants above 0"]),
+    (1, {**YARN, "yarn_beta_slow": 32.0}, ["--yarn-beta-fast 32 is not above --yarn-beta-slow 32"]),
+    (1, {"position_embedding_type": "rope", "rotary_base": 1}, ["--rotary-base 1: wants above 1"]),
+    (1, {"adam_beta2": 1.0}, ["--adam-beta2 1.0: wants at least 0 and below 1"]),
+    (1, {"hidden_dropout": math.nan}, ["--hidden-dropout nan: wants at least 0 and below 1"]),
+    (1, {**LATENT, "v_head_dim": 0}, ["--v-head-dim 0: wants at least 1"]),
     (1, {"manual_gc_interval": 2}, ["--manual-gc-interval 2", "--manual-gc"]),
     (1, {"wandb_entity": "team"}, ["--wandb-entity team", "--wandb-project"]),
     (1, {**TE, "reset_attention_mask": True}, ["--reset-attention-mask", "--transformer-impl local"]),
@@ -171,8 +183,7 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {**SAMPLES, "rampup_batch_size": [2, 2, 8], "lr_decay_iters": 6}, ["--lr-decay-samples instead, 16"]),
     (1, {**SAMPLES, "rampup_batch_size": [2, 2, 8], "lr_warmup_iters": 1}, ["--lr-warmup-samples instead, 2"]),
     (1, {"min_lr": 1.0}, ["--min-lr"]),
-    (1, {"lr_warmup_fraction": 2.0}, ["--lr-warmup-fraction 2.0", "between 0 and 1"]),
-    (1, {"adam_beta2": 1.5}, ["--adam-beta2 1.5", "between 0 and 1"]),
+    (1, {"lr_warmup_fraction": 2.0}, ["--lr-warmup-fraction 2.0", "at least 0 and at most 1"]),
     (1, {"clip_grad": -1.0}, ["--clip-grad -1.0", "at least 0"]),
     (1, {"num_query_groups": 3}, ["--num-query-groups 3", "--group-query-attention"]),
     (1, {"moe_router_topk": 1}, ["--moe-router-topk 1", "--num-experts"]),

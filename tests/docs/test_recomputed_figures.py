@@ -285,6 +285,23 @@ def test_pairs_of_both_roundings_and_bf16() -> None:
     assert [float(each) for each in found.groups()] == [within(each(gaps_to_bf16), 4) for each in (min, max)]
 
 
+def test_gaps_in_training_over_those_on_validation_text() -> None:
+    archive = Archive("token-ladder/8m-four-epochs")
+    training, validation = (
+        {run.rpartition("/")[2]: series for run, series in archive.metrics(key).items()} for key in (TRAIN, LOSS)
+    )
+    excess = []
+    for recipe in ("mxfp4_rht_sr", "mxfp4_rht"):
+        for seed in (1234, 1235):
+            ours, bf16 = (f"gpt_8m-{name}-epochs_4-s{seed}" for name in (recipe, "bf16"))
+            in_training = mean(over(training[ours], 7701, 8800)) - mean(over(training[bf16], 7701, 8800))
+            excess.append(in_training - float(validation[ours][1][-1] - validation[bf16][1][-1]))
+    page = (RESULTS / "stochastic-rounding.md").read_text(encoding="utf-8")
+    found = re.search(r"validation text by ([\d.]+) and ([\d.]+) nats, nearest's by ([\d.]+) and (\d\.\d+)", page)
+    assert found is not None
+    assert [float(each) for each in found.groups()] == [within(each, 4) for each in excess]
+
+
 @pytest.mark.parametrize(("name", "title"), [("tiny_runs", "# "), ("runs", "\n## Small")])
 def test_gaps_of_paper_table2(name: str, title: str) -> None:
     page = (RESULTS / "paper-table2.md").read_text(encoding="utf-8")

@@ -161,11 +161,13 @@ def check(found: MemoryPlan, device: Device) -> list[str]:
             parts[_EAGER] = found.eager
         if found.transient["gradients"]:
             parts["fp32 gradients"] = found.transient["gradients"]
-        graphs = "use --cuda-graph-impl none, " if found.eager else ""
+        first = "use --cuda-graph-impl none, " if found.eager else ""
+        if found.resident["kept quantized weights"]:
+            first += "add --no-cache-weights, "
         raise UserError(
             f"the run needs {found.peak / GIB:.1f} GiB on a GPU ("
             + ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
-            + f"), but {device.name} has {device.size / GIB:.1f}: {graphs}lower --micro-batch-size, add "
+            + f"), but {device.name} has {device.size / GIB:.1f}: {first}lower --micro-batch-size, add "
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 or "
             "--use-distributed-optimizer, or raise --tensor-model-parallel-size; --memory-plan shows all parts, "
             "--no-memory-check starts all the same"

@@ -82,10 +82,17 @@ def test_what_does_not_fit_is_refused() -> None:
     message = str(error.value)
     for words in ("33.3 GiB", "activations 24.", "logits 3.1", "--micro-batch-size", "--no-memory-check"):
         assert words in message
+    assert "--no-cache-weights" not in message, "nothing is cached"
     (line,) = report.check(found, report.Device("H200", 140 * 2**30))
     assert line == "memory: 33.3 GiB planned of 140.0 on a GPU"
     (line,) = report.check(found, report.Device("small", 34 * 2**30))
     assert "close" in line
+
+
+def test_what_caches_weights_is_told_of_the_option() -> None:
+    found = shipped("gpt_345m", recipe="fp8_delayed", micro_batch_size=16, global_batch_size=32)
+    with pytest.raises(UserError, match="has 16.0: add --no-cache-weights, lower --micro-batch-size"):
+        report.check(found, report.Device("a GPU of 16 GiB", 16 * 2**30))
 
 
 def test_the_driver_refuses_before_anything_starts(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:

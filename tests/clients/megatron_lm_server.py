@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import typing_extensions
 
-from tools.bench.megatron_lm_worker import skip_compilers
+from tools.bench.commands.megatron_lm_worker import skip_compilers
 
 
 def main() -> None:

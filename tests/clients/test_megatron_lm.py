@@ -14,7 +14,7 @@ from tests.docs.markdown import fences
 from tests.environment import ROOT
 from tests.launch import fork_ranks
 from tests.weekly import also_weekly
-from tools.bench import megatron_lm as bench
+from tools.bench.commands import megatron_lm as bench
 from tools.bench.shapes import MODELS
 
 pytestmark = pytest.mark.slow

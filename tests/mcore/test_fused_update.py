@@ -15,7 +15,7 @@ from megatron_lowprec.mcore.optim import fused_adamw, spec_optimizer
 from megatron_lowprec.mcore.optim import optimizer_step as optimizer_step_module
 from megatron_lowprec.mcore.optim.optimizer_step import optimizer_step
 from tests.mcore.built_trainers import Build, build, fuse, kinds, main_grads, main_weights, states, weights
-from tools.bench.step_worker import _updates
+from tools.bench.commands.step_worker import _updates
 
 _ = build  # a fixture
 

@@ -10,10 +10,11 @@ import torch
 
 from megatron_lowprec.errors import UserError
 from tests.tools.bench_process import CPU, bench, environment  # noqa: F401 - for main in this process
-from tools.bench import experts, ops, overhead, quantize, shapes
+from tools.bench import shapes
 from tools.bench.__main__ import main
 from tools.bench.cases import layer
 from tools.bench.cases.op_cases import OpCase
+from tools.bench.commands import experts, ops, overhead, quantize
 from tools.bench.measure import Bench, Copy, Timing
 from tools.bench.report import Report
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megatron_lowprec.errors import UserError
-from tools.bench import megatron_lm, shapes
+from tools.bench import shapes
 from tools.bench.__main__ import build_parser, main
 from tools.bench.apex.fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32
+from tools.bench.commands import megatron_lm
 from tools.bench.report import Report
 
 WINDOW = (

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.tools.bench_process import CPU, bench, environment  # noqa: F401 - for main in this process
-from tools.bench import exchange, exchange_worker, frozen, hugging_face, scaling, shapes, step
+from tools.bench import shapes
 from tools.bench.__main__ import main
+from tools.bench.commands import exchange, exchange_worker, frozen, hugging_face, scaling, step
 from tools.bench.measure import Bench
 from tools.bench.report import Report
 

@@ -16,9 +16,10 @@ import torch
 from megatron_lowprec import recipes
 from megatron_lowprec.te.translation import INSTALL
 from tests.tools.bench_process import CPU, REPOSITORY, environment  # noqa: F401 - for main in this process
-from tools.bench import shapes, step
+from tools.bench import shapes
 from tools.bench.__main__ import main
 from tools.bench.cases import layer
+from tools.bench.commands import step
 from tools.bench.peers import layers
 
 

@@ -11,8 +11,8 @@ import pytest
 
 import megatron_lowprec
 from megatron_lowprec.errors import UserError
-from tools.bench import profile
 from tools.bench.__main__ import build_parser, main
+from tools.bench.commands import profile
 from tools.bench.shapes import MODELS
 
 # name, start and duration in microseconds; NCCL is alone for 30 of its 50

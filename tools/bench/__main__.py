@@ -169,7 +169,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     shown = json.loads(json.dumps(vars(args), default=str))
     report = Report(header(device, argv), shown)
     try:
-        importlib.import_module(f"tools.bench.{args.command}").run(args, Bench(device, args.rep_ms), report)
+        importlib.import_module(f"tools.bench.commands.{args.command}").run(args, Bench(device, args.rep_ms), report)
     finally:
         # What was measured before an error is kept.
         if args.out is not None:
@@ -195,7 +195,7 @@ def check(args: argparse.Namespace) -> None:
     if args.command == "experts":
         known["shapes"] = tuple(EXPERTS)
     if args.command in OF_MODELS:
-        from tools.bench.hugging_face import CASES
+        from tools.bench.commands.hugging_face import CASES
 
         known["shapes"] = tuple(CASES)
     if args.command == "ops":
@@ -203,7 +203,7 @@ def check(args: argparse.Namespace) -> None:
 
         known["ops"] = tuple(OPS)
     if args.command == "quantize":
-        from tools.bench.quantize import DIRECTIONS, FORMAT_NAMES, KINDS, sizes_of
+        from tools.bench.commands.quantize import DIRECTIONS, FORMAT_NAMES, KINDS, sizes_of
 
         sizes_of(args)
         known |= {"formats": FORMAT_NAMES, "kinds": KINDS, "directions": DIRECTIONS}

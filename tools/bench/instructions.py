@@ -24,7 +24,7 @@ import torch
 from megatron_lowprec.errors import Parser, run_tool
 from megatron_lowprec.text_tables import Column, Row, named, render
 from megatron_lowprec.training.config.paths import output_file
-from tools.bench.quantize import DIRECTIONS, FORMAT_NAMES, KINDS, Variant, run_kernel, variants
+from tools.bench.commands.quantize import DIRECTIONS, FORMAT_NAMES, KINDS, Variant, run_kernel, variants
 
 # Of 128 instructions a cycle, a multiprocessor of Hopper executes at most 64 integer and logic ones (comparisons,
 # selections and conversions of fp32 included) and 64 integer multiplications. IMAD.MOV and the like set registers.

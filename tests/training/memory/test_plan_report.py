@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_what_caches_weights_is_told_of_the_option() -> None:
     found = shipped("gpt_345m", recipe="fp8_delayed", micro_batch_size=16, global_batch_size=32)
-    with pytest.raises(UserError, match="has 16.0: add --no-cache-weights, lower --micro-batch-size"):
+    with pytest.raises(UserError, match=r"has 16\.0: add --no-cache-weights, lower --micro-batch-size"):
         report.check(found, report.Device("a GPU of 16 GiB", 16 * 2**30))
 
 

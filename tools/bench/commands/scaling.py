@@ -8,10 +8,21 @@ import argparse
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.text_tables import Column, Row
+from tools.bench.commands.step import (
+    LOSS,
+    NAMED,
+    PEAK,
+    RATE,
+    TIMES,
+    Runs,
+    measured,
+    median_ms,
+    models_with_config,
+    row_of,
+)
 from tools.bench.measure import Bench
 from tools.bench.report import Report
 from tools.bench.shapes import ModelShape
-from tools.bench.step import LOSS, NAMED, PEAK, RATE, TIMES, Runs, measured, median_ms, models_with_config, row_of
 
 RECIPES = ("bf16", "fp8_delayed")
 FLAGS = (

@@ -13,7 +13,7 @@ import torch
 from megatron_lowprec.finetuning import quantize_frozen_weights
 from megatron_lowprec.linear.convert import convert
 from megatron_lowprec.text_tables import Column, Row, named
-from tools.bench.hugging_face import CASES, ModelStep
+from tools.bench.commands.hugging_face import CASES, ModelStep
 from tools.bench.measure import Bench, errors, one_line
 from tools.bench.report import Report, spread_columns
 

@@ -26,11 +26,11 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.text_tables import Column, Row, named
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.resolve import resolve_model
+from tools.bench.commands.step import LOSS, PEAK, RATE, median_ms, models_with_config
 from tools.bench.machine import REPOSITORY
 from tools.bench.measure import Bench, Timing, combined
 from tools.bench.report import Report
 from tools.bench.shapes import ModelShape
-from tools.bench.step import LOSS, PEAK, RATE, median_ms, models_with_config
 from tools.run_logs import MS, iteration_lines
 
 WINDOW = 5  # iterations of a mean in the log
@@ -273,7 +273,12 @@ def in_fresh_process(
         "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
-    command = [sys.executable, "-m", "tools.bench.megatron_lm_worker", json.dumps(job | {"result": str(result)})]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.bench.commands.megatron_lm_worker",
+        json.dumps(job | {"result": str(result)}),
+    ]
     with log.open("w") as output:
         process = subprocess.Popen(
             command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

@@ -146,7 +146,12 @@ def in_fresh_process(
             "step_alone": processes is not None,
         }
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        command = [sys.executable, *(torchrun if processes is not None else []), "-m", "tools.bench.step_worker"]
+        command = [
+            sys.executable,
+            *(torchrun if processes is not None else []),
+            "-m",
+            "tools.bench.commands.step_worker",
+        ]
         done = subprocess.run([*command, json.dumps(job)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
         if done.returncode or not result.exists():
             lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]

@@ -12,11 +12,11 @@ from typing import Any
 from megatron_lowprec.recipe.yaml_text import read_yaml_file
 from megatron_lowprec.shipped import find
 from megatron_lowprec.text_tables import Column, Row, named
+from tools.bench.commands.step import models_with_config
 from tools.bench.machine import REPOSITORY
 from tools.bench.measure import Bench
 from tools.bench.report import Report, spread_columns
 from tools.bench.shapes import ModelShape
-from tools.bench.step import models_with_config
 
 CALLS = 20
 COLUMNS = (
@@ -54,7 +54,7 @@ def _measured(tensors: Sequence[int], gpus: int) -> dict[str, Any]:
         result = Path(folder, "result.json")
         job = {"tensors": list(tensors), "calls": CALLS, "result": str(result)}
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-        command = [*torchrun, "-m", "tools.bench.exchange_worker", json.dumps(job)]
+        command = [*torchrun, "-m", "tools.bench.commands.exchange_worker", json.dumps(job)]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
         if done.returncode or not result.exists():
             print(done.stderr, file=sys.stderr)

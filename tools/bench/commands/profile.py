@@ -21,12 +21,12 @@ from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.sizes import linear_sites, num_non_embedding_parameters
+from tools.bench.commands.step import models_with_config
 from tools.bench.kernels import Kernel, by_name, covered
 from tools.bench.machine import REPOSITORY
 from tools.bench.measure import Bench
 from tools.bench.report import Report
 from tools.bench.shapes import ModelShape
-from tools.bench.step import models_with_config
 
 KINDS: dict[str, str] = {
     "NCCL": "nccl",

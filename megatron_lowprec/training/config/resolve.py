@@ -158,13 +158,11 @@ def describe_layout(layout: Mapping[str, int]) -> str:
 
 def virtual_stages(config: Config) -> int | None:
     """Chunks of a pipeline stage; None without interleaving."""
-    if config.num_virtual_stages_per_pipeline_rank is not None:
-        return config.num_virtual_stages_per_pipeline_rank if config.num_virtual_stages_per_pipeline_rank > 1 else None
-    if config.num_layers_per_virtual_pipeline_stage is not None:
+    chunks = config.num_virtual_stages_per_pipeline_rank
+    if chunks is None and config.num_layers_per_virtual_pipeline_stage is not None:
         layers = config.shape.num_layers // config.pipeline_model_parallel_size
         chunks = layers // config.num_layers_per_virtual_pipeline_stage
-        return chunks if chunks > 1 else None
-    return None
+    return chunks if chunks is not None and chunks > 1 else None
 
 
 def _in_bounds(config: Config) -> None:

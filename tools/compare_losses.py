@@ -15,6 +15,7 @@ import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -117,6 +118,19 @@ def base_losses(commit: str, site: Path | None, arguments: tuple[list[str], list
     return known
 
 
+def first_difference(old: Losses, new: Losses) -> int | None:
+    """The first iteration, from 1, whose loss or gradient norm differs; NaN equals NaN. None if none does."""
+    return min(
+        (
+            step
+            for key in new
+            for step, (before, after) in enumerate(zip_longest(old[key], new[key]), 1)
+            if repr(before) != repr(after)
+        ),
+        default=None,
+    )
+
+
 def main() -> int:
     """Exit code: 0 if no loss differs."""
     parser = Parser(description=__doc__)
@@ -136,11 +150,11 @@ def main() -> int:
         raise UserError(f"--base-site {args.base_site}: there is no such folder")
     base = f"{args.base} with {site.name}" if site else args.base
     before, after = base_losses(commit, site, arguments), measure(REPOSITORY, None, *arguments)
-    differing = [name for name, losses in after.items() if losses != before[name]]
-    for name in differing:
-        old, new = before[name]["lm loss"], after[name]["lm loss"]
-        first = next((step for step, pair in enumerate(zip(old, new), 1) if pair[0] != pair[1]), len(old))
-        print(f"{name}: differs from iteration {first} on; ends at {new[-1]:.6f}, at {base} at {old[-1]:.6f}")
+    firsts = {name: first_difference(before[name], losses) for name, losses in after.items()}
+    differing = {name: first for name, first in firsts.items() if first is not None}
+    for name, first in differing.items():
+        old, new = before[name]["lm loss"][-1], after[name]["lm loss"][-1]
+        print(f"{name}: differs from iteration {first} on; ends at {new:.6f}, at {base} at {old:.6f}")
     equal = len(after) - len(differing)
     print(f"{equal} of {len(after)} runs of {args.iterations} iterations equal those of {base} in each bit")
     return int(bool(differing))

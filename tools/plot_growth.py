@@ -8,7 +8,6 @@ A run is named by its folder in the archive. ``--weights`` is a JSON of run -> w
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lowprec.errors import Parser, run_tool
+from megatron_lowprec.errors import Parser, UserError, run_tool
+from megatron_lowprec.files import read_json
 from megatron_lowprec.report.archives.sources import find_sources
 from megatron_lowprec.report.curve import NORM, TRAIN, Series, read_columns
 from megatron_lowprec.report.plot_style import LIGHT, styles
@@ -59,8 +59,21 @@ def _reduced(series: Series, reduce: Any) -> dict[int, float]:
     return {end: float(reduce(values)) for end, values in kept.items() if len(values)}
 
 
+def _size(tensors: Mapping[str, Any], tensor: str, layer: int) -> float:
+    if tensor not in tensors:
+        raise UserError(f"--tensor {tensor}: not among the weights; name one of {', '.join(tensors)}")
+    sizes: list[float] = tensors[tensor]["rms"]
+    if not 1 <= layer <= len(sizes):
+        raise UserError(f"--layer {layer}: {tensor} has sizes of {len(sizes)} layers; give one from 1 to {len(sizes)}")
+    return sizes[layer - 1]
+
+
 def draw(found: Mapping[str, Windows], weights: Mapping[str, Any], tensor: str, layer: int) -> bytes:
-    """The figure as PNG."""
+    """The figure as PNG.
+
+    Raises:
+        UserError: the weights of a run have no such tensor or layer.
+    """
     style = styles(list(found), next(iter(found)))
     figure = LIGHT.new_figure(4.2)
     left, right = figure.subplots(1, 2)
@@ -68,7 +81,7 @@ def draw(found: Mapping[str, Windows], weights: Mapping[str, Any], tensor: str, 
         paint = {"color": style[name].paint(LIGHT), "linestyle": style[name].dashes, "linewidth": 1.5}
         left.plot(list(run.norms), list(run.norms.values()), label=name.replace("gpt_3m-", ""), **paint)
         if name in weights:
-            sizes = {int(at): tensors[tensor]["rms"][layer - 1] for at, tensors in weights[name].items()}
+            sizes = {int(at): _size(tensors, tensor, layer) for at, tensors in weights[name].items()}
             right.plot(list(sizes), list(sizes.values()), marker=style[name].marker, markersize=3.5, **paint)
     left.set_yscale("log")
     left.set_title(f"gradient norm, median of {WINDOW} iterations", fontsize=8.5, color=LIGHT.text)
@@ -95,7 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def plot() -> int:
-        weights = json.loads(args.weights.read_text(encoding="utf-8"))
+        try:
+            weights = read_json(args.weights, "write it anew with tools/weight_norms.py")
+        except FileNotFoundError:
+            raise UserError(f"--weights {args.weights}: no such file; tools/weight_norms.py writes it") from None
         args.out.write_bytes(draw(windows(args.archive), weights, args.tensor, args.layer))
         return 0
 

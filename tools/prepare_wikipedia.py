@@ -92,6 +92,8 @@ def _prepare(args: argparse.Namespace) -> None:
             args.output_prefix,
             tokenizer,
             shard_documents=args.shard_documents,
+            title_key=args.title_key,
+            text_key=args.text_key,
             append_eod=not args.no_append_eod,
             workers=args.workers,
             progress=progress,

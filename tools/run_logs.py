@@ -19,6 +19,7 @@ from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.training.config.paths import output_file
 
 MS = "elapsed time per iteration (ms)"
+_BATCH = "global batch size"
 _NUMBER = re.compile(r"iteration +(\d+)/")
 _NAMES = {
     "iteration": "iteration",
@@ -66,22 +67,27 @@ def row_of(log: Path, args: argparse.Namespace) -> dict[str, Any] | None:
     None, and a line about it, for a log without iterations from --first on.
     """
     text = log.read_text(encoding="utf-8", errors="replace")
-    lines = [line for line in iteration_lines(text) if line.keys() >= set(_NAMES.values())]
+    lines = [line for line in iteration_lines(text) if line.keys() >= {*_NAMES.values(), _BATCH}]
     iterations = [{key: float(line[name]) for key, name in _NAMES.items()} for line in lines]
-    ms = [each["ms"] for each in iterations if each["iteration"] >= args.first]
+    batches = [float(line[_BATCH]) for line in lines]
+    counted = [
+        (each, batch) for each, batch in zip(iterations, batches, strict=True) if each["iteration"] >= args.first
+    ]
+    ms = [each["ms"] for each, _ in counted]
     if not ms:
         print(f"{log}: left out, {len(iterations)} iterations and none from --first {args.first} on", file=sys.stderr)
         return None
     ours, stock = (max(map(float, pattern.findall(text)), default=None) for pattern in _PEAKS)
     planned = _PLANNED.search(text)
-    samples = iterations[0]["samples"] / iterations[0]["iteration"]
+    samples = batches[-1]
+    per_samples = median(each["ms"] * (samples / batch) for each, batch in counted)  # the batch may change in a log
     return {
         "variant": log.stem,
         "ms": median(ms),
         "low": min(ms),
         "high": max(ms),
-        "tflops": median(each["tflops"] for each in iterations if each["iteration"] >= args.first),
-        "tokens_s": samples * args.sequence / args.gpus / median(ms) * 1e3,
+        "tflops": median(each["tflops"] for each, _ in counted),
+        "tokens_s": samples * args.sequence / args.gpus / per_samples * 1e3,
         "peak_gib": ours or (stock and stock / 1024),
         "planned_gib": planned and float(planned[1]),
         "iterations": iterations,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
+from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.text_tables import markdown_table
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
@@ -26,6 +27,10 @@ from megatron_lowprec.training.options.training_options import ParallelOptions
 
 MODELS = ("gpt_345m", "gpt_1.3b", "gpt_6.7b")
 RANKS = (2, 4, 8, 16, 32, 64)
+ORDER = (
+    *("linear_proj", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"),
+    *("linear_kv_down_proj", "linear_kv_up_proj", "linear_fc1", "linear_fc2"),
+)
 STATES = 3  # first moment, second moment, main weight
 NARROW_BYTES, WIDE_BYTES = 1 + 2 + 2, 3 * 4  # fp8_lm's state of an entry: tensors of two dimensions, and others
 
@@ -120,13 +125,11 @@ def weights_of(config: Config, padded_vocab: int) -> list[Weight]:
     found = [Weight("embedding.word_embeddings.weight", (padded_vocab // tensor, hidden))]
     if config.position_embedding_type == "learned_absolute":
         found.append(Weight("embedding.position_embeddings.weight", (config.shape.max_position_embeddings, hidden)))
-    order = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2")
-    sites = sorted(linear_sites(config), key=lambda site: (site.layer_number, order.index(site.name.split(".")[-1])))
-    for site in sites:
+    norms = {"linear_proj": {"input_layernorm": hidden}, "linear_fc1": {**_norms(config), "pre_mlp_layernorm": hidden}}
+    for site in sorted(linear_sites(config), key=lambda site: (site.layer_number, ORDER.index(_module(site)))):
         layer = f"decoder.layers.{site.layer_number - 1}"
-        before = {"linear_proj": "input_layernorm", "linear_fc1": "pre_mlp_layernorm"}.get(site.name.split(".")[-1])
-        if before is not None:
-            found += [Weight(f"{layer}.{before}.{part}", (hidden,)) for part in norm]
+        before = norms.get(_module(site), {})
+        found += [Weight(f"{layer}.{name}.{part}", (width,)) for name, width in before.items() for part in norm]
         rows, columns = site.out_features, site.in_features
         rows, columns = (rows // tensor, columns) if site.split == "column" else (rows, columns // tensor)
         found.append(Weight(f"{layer}.{site.name}.weight", (rows, columns)))
@@ -136,6 +139,21 @@ def weights_of(config: Config, padded_vocab: int) -> list[Weight]:
     if config.untie_embeddings_and_output_weights:
         found.append(Weight("output_layer.weight", (padded_vocab // tensor, hidden)))
     return found
+
+
+def _norms(config: Config) -> dict[str, int]:
+    """Norms inside of attention, of queries and keys or of latents, and their widths."""
+    if not config.qk_layernorm:
+        return {}
+    if config.multi_latent_attention:
+        widths = {"q": config.q_lora_rank, "kv": config.latent.kv_lora_rank}
+    else:
+        widths = dict.fromkeys(("q", "k"), config.shape.kv_channels)
+    return {f"self_attention.{name}_layernorm": width for name, width in widths.items() if width is not None}
+
+
+def _module(site: LinearSite) -> str:
+    return site.name.rpartition(".")[2]
 
 
 def bucket_size(config: ParallelOptions, ranks: int) -> int | None:

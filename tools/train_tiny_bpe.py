@@ -6,13 +6,14 @@ bytes: pairs of equal count are merged in the order of their ids, whatever the n
 
 import json
 import lzma
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_lowprec.errors import Parser
 from megatron_lowprec.shipped import SHIPPED
+from megatron_lowprec.training.config.paths import output_folder
 
 CORPUS = SHIPPED / "data" / "enwiki-valid.jsonl.xz"
 DESTINATION = SHIPPED / "data" / "tiny_bpe"
@@ -53,11 +54,13 @@ def save(tokenizer: Tokenizer, destination: Path) -> None:
         file.write("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in merges))
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Train and write."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=DESTINATION, help="output folder (default: data/tiny_bpe)")
-    output = parser.parse_args().output
+    parser.add_argument(
+        "--output", type=output_folder, default=DESTINATION, help="output folder (default: data/tiny_bpe)"
+    )
+    output = parser.parse_args(argv).output
     tokenizer = train()
     save(tokenizer, output)
     print(f"{tokenizer.get_vocab_size()} entries trained on {CORPUS.name}, written to {output}")

@@ -4,13 +4,14 @@
 
 ``rms`` and ``max`` are of the fp32 weights (bf16 ones if the checkpoint has no optimizer state). ``update`` is the rms
 of Adam's direction exp_avg / (sqrt(exp_avg_sq) + 1e-8), without bias correction. The gain of a norm is the tensor
-``...layer_norm_weight`` or ``...layernorm.weight``. Tensors with a layer axis give a value per layer. No code of a
-checkpoint is run.
+``...layer_norm_weight`` or ``...layernorm.weight``. Tensors with a layer axis give a value per layer; those with
+a layer's number in their name, as where layers differ, one value. No code of a checkpoint is run.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from megatron_lowprec.training.checkpoint import safe_load, storage
 from megatron_lowprec.training.config.paths import output_file
 
 _MAIN, _MEAN, _SQUARE = (f"optimizer.state.{name}." for name in ("fp32_param", "exp_avg", "exp_avg_sq"))
-_LAYERS = "decoder.layers."
+_STACKED = re.compile(r"decoder\.layers\.(?!\d)")
 
 
 def norms(folder: Path) -> dict[str, dict[str, list[float]]]:
@@ -53,7 +54,7 @@ def norms(folder: Path) -> dict[str, dict[str, list[float]]]:
 
 def _rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A row per layer, or one."""
-    return tensor.double().reshape(len(tensor) if name.startswith(_LAYERS) else 1, -1)
+    return tensor.double().reshape(len(tensor) if _STACKED.match(name) else 1, -1)
 
 
 def _rms(rows: torch.Tensor) -> list[float]:

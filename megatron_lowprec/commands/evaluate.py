@@ -5,12 +5,12 @@
     torchrun --nproc-per-node 8 -m megatron_lowprec eval --load runs/my_run/iter_0020000 --wikitext --stride 512
     megatron-lowprec eval --load runs/my_run --wikitext --recipe checkpoint bf16
 
-Every token is scored once. Windows have the model's sequence length. They are contiguous, or slide by --stride tokens.
-The last window of a text starts earlier, so that it is as long as the others, and scores the remaining tokens. A corpus
-of --data-path is one stream of tokens in document order; its first token is not scored. With --wikitext, each article
-is scored separately after one end-of-document token, as in lm-evaluation-harness's task wikitext: detokenized text,
-likelihood over the tokenizer's ids without vocabulary padding, loss per word and byte of the original text.
-tools/harness has that task for the models that `megatron-lowprec export` writes.
+Every token is scored once, by its likelihood over the tokenizer's ids without vocabulary padding. Windows have the
+model's sequence length. They are contiguous, or slide by --stride tokens. The last window of a text starts earlier, so
+that it is as long as the others, and scores the remaining tokens. A corpus of --data-path is one stream of tokens in
+document order; its first token is not scored. With --wikitext, each article is scored separately after one
+end-of-document token, as in lm-evaluation-harness's task wikitext: detokenized text, loss per word and byte of the
+original text. tools/harness has that task for the models that `megatron-lowprec export` writes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from megatron_lowprec.shipped import find
 from megatron_lowprec.training.checkpoint import loader
 from megatron_lowprec.training.checkpoint.resume import check_tokenizer
 from megatron_lowprec.training.checkpoint.tokenizer_flags import add_tokenizer_flags, moved_tokenizer
+from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.data_options import DATA_CACHE, find_data
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.data import corpus_writer, indexed_dataset
@@ -61,7 +62,7 @@ def parse_arguments(arguments: Sequence[str] | None, program: str) -> argparse.N
         "--data-path", nargs="+", default=[], metavar="PATH", help="prefixes of .bin/.idx, or .jsonl files"
     )
     parser.add_argument("--split", metavar="A,B,C", help="split the documents of --data-path as in training")
-    parser.add_argument("--part", choices=PARTS, default="valid", help="part of --split to score (default: valid)")
+    parser.add_argument("--part", choices=PARTS, help="part of --split to score (default: valid)")
     parser.add_argument(
         "--wikitext", nargs="?", const=SHIPPED, metavar="FILE", help=f"raw WikiText (default file: {SHIPPED})"
     )
@@ -83,6 +84,28 @@ def parse_arguments(arguments: Sequence[str] | None, program: str) -> argparse.N
     return parser.parse_args(arguments)
 
 
+def check_flags(args: argparse.Namespace) -> None:
+    """Reject flags that leave nothing to score, that would be ignored, or whose numbers are out of range.
+
+    Raises:
+        UserError: naming the first such flag.
+    """
+    if not args.data_path and args.wikitext is None:
+        raise UserError("nothing to score: give --data-path or --wikitext")
+    for name in ("split", "part", "max_tokens"):
+        value = getattr(args, name)
+        if value is not None and not args.data_path:
+            raise UserError(f"{flag(name)} {value} is for --data-path only; add --data-path, or leave it out")
+    if args.part is not None and args.split is None:
+        raise UserError(f"--part {args.part} is a part of --split, which is not given; add --split, or leave it out")
+    if args.micro_batch_size < 1 or (args.max_tokens is not None and args.max_tokens < 2):
+        raise UserError("--micro-batch-size must be at least 1, --max-tokens at least 2")
+    if args.seq_length is not None and args.seq_length < 1:
+        raise UserError(f"--seq-length {args.seq_length}: must be at least 1")
+    if args.split is not None:
+        check_split(args.split)
+
+
 def main(arguments: Sequence[str] | None = None, program: str = "evaluate.py") -> int:
     """Exit code: 0, or 2 for a UserError."""
     args = parse_arguments(arguments, program)
@@ -102,14 +125,7 @@ def evaluate(args: argparse.Namespace, ranks: startup.Ranks) -> dict[str, Any]:
 
     Those of several recipes are a list in ``evaluations``, in the order of --recipe.
     """
-    if not args.data_path and args.wikitext is None:
-        raise UserError("nothing to score: give --data-path or --wikitext")
-    if args.micro_batch_size < 1 or (args.max_tokens is not None and args.max_tokens < 2):
-        raise UserError("--micro-batch-size must be at least 1, --max-tokens at least 2")
-    if args.seq_length is not None and args.seq_length < 1:
-        raise UserError(f"--seq-length {args.seq_length}: must be at least 1")
-    if args.split is not None:
-        check_split(args.split)
+    check_flags(args)
     pages = read(str(find(args.wikitext))) if args.wikitext is not None else []
     device = None
     scored: list[tuple[Recipe, dict[str, Any]]] = []
@@ -213,14 +229,17 @@ class Scorer:
 
     def corpus(self, path: str, prefix: str) -> dict[str, Any]:
         """A corpus as one stream of tokens."""
-        share = _share(self._args.split, self._args.part)
+        share = _share(self._args.split, self._args.part or "valid")
         ids = indexed_dataset.tokens_of(prefix, self._tokenizer.vocab_size, share, self._args.max_tokens)
         if len(ids) < 2:
             raise UserError(f"{path}: {len(ids)} tokens; scoring needs at least 2")
-        found = self._score([Text(int(ids[0]), ids[1:])], path, None)
+        found = self._score([Text(int(ids[0]), ids[1:])], path)
         result = {"tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
         line = f"{path}: {found.tokens:,} tokens, loss {found.loss:.4f}, perplexity {found.perplexity:.3f}"
-        size = None if isinstance(self._tokenizer, NullTokenizer) else _bytes(ids, self._tokenizer)
+        size = None
+        if not isinstance(self._tokenizer, NullTokenizer):
+            # A difference, as some tokenizers leave out the space that the rest alone would begin with.
+            size = _bytes(ids, self._tokenizer) - _bytes(ids[:1], self._tokenizer)
         if size:
             result |= {"bytes": size, "bits_per_byte": found.nats / size / math.log(2)}
             line += f", {result['bits_per_byte']:.4f} bits per byte"
@@ -233,7 +252,7 @@ class Scorer:
 
         ids = [np.asarray(self._tokenizer.tokenize(page.text), np.int64) for page in pages]
         texts = [Text(self._tokenizer.eod, article) for article in ids]
-        found = self._score(texts, path, self._tokenizer.vocab_size)
+        found = self._score(texts, path)
         words, size = sum(page.words for page in pages), sum(page.size for page in pages)
         of_word, of_byte, bits = per(found.nats, words), per(found.nats, size), found.nats / size / math.log(2)
         self._say(
@@ -254,7 +273,7 @@ class Scorer:
             "bits_per_byte": bits,
         }
 
-    def _score(self, texts: Sequence[Text], name: str, vocab_size: int | None) -> Score:
+    def _score(self, texts: Sequence[Text], name: str) -> Score:
         from megatron_lowprec.training.evaluation.text_loss import score
 
         return score(
@@ -265,7 +284,7 @@ class Scorer:
             batch_size=self._args.micro_batch_size,
             filler=self._tokenizer.eod,
             device=self.device,
-            vocab_size=vocab_size,
+            vocab_size=self._tokenizer.vocab_size,
             progress=_progress(name) if self._ranks.rank == 0 and sys.stderr.isatty() else None,
         )
 

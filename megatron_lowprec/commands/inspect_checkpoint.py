@@ -114,7 +114,7 @@ def _bytes(size: int) -> str:
 def _choose(folder: Path, iteration: int | None) -> tuple[Path, list[str]]:
     """The chosen checkpoint, and lines about the others in the folder."""
     if (folder / CONFIG).exists() and (folder / ".metadata").exists():
-        return folder, []
+        return folder if iteration is None else storage.at_iteration(str(folder.parent), iteration), []
     folder = storage.checkpoints_of(folder)
     present, latest = storage.whole(str(folder)), storage.tracked(str(folder))
     if not present:

@@ -14,6 +14,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.report import html, operand_plots, operand_tables, plot_style, plots, tables
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.claims import Claims
+from megatron_lowprec.report.curve import Status
 from megatron_lowprec.report.groups import Group, group_runs
 from megatron_lowprec.report.ladder.gap_plot import gap_by_tokens
 from megatron_lowprec.report.ladder.gap_points import (
@@ -30,7 +31,7 @@ from megatron_lowprec.report.planning.required_runs import required_runs
 from megatron_lowprec.report.published.evidence import LEFT_OPEN, Evidence, evidence
 from megatron_lowprec.report.published.figures import published_gaps
 from megatron_lowprec.report.published.ladder import PublishedRun
-from megatron_lowprec.report.runs import Run, Status
+from megatron_lowprec.report.runs import Run
 from megatron_lowprec.report.statistics import Fit
 from megatron_lowprec.report.verdict import Held, Outcome, Verdict, judge_all
 

@@ -1,8 +1,9 @@
-"""Reads columns of metrics.jsonl."""
+"""Reads columns of metrics.jsonl, and from their losses how a run ended."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,16 @@ LAST = 20  # iterations over which the final training loss is averaged
 
 Floats = npt.NDArray[np.float64]
 Series = tuple[npt.NDArray[np.int64], Floats]
+
+
+class Status(Enum):
+    """Final status of a run."""
+
+    FINISHED = "finished"
+    DIVERGED = "diverged"
+    UNFINISHED = "unfinished"
+    FAILED = "failed"
+    NOT_STARTED = "not started"  # a job of a sweep without a folder
 
 
 @dataclass(frozen=True)
@@ -98,3 +109,29 @@ def smooth(series: Series, reach: int) -> Series:
 def _series(values: dict[int, float]) -> Series:
     iterations = sorted(values)
     return np.array(iterations, np.int64), np.array([values[i] for i in iterations], np.float64)
+
+
+def how_it_ended(curve: Curve, train_iters: int, diverged_rise: float) -> tuple[Status, str]:
+    """Status of a run from its losses only, and a short explanation.
+
+    Diverged: the last training or validation loss is not finite, or the mean of the last training losses is more than
+    ``diverged_rise`` nats above the lowest earlier mean over as many iterations. Unfinished: it has no training loss,
+    or its last iteration or last validation comes before ``train_iters``.
+    """
+    at = f"at iteration {curve.last_iteration:,} of {train_iters:,}"
+    for name, (iterations, losses) in (("training", curve.train), ("validation", curve.validation)):
+        if len(losses) and not math.isfinite(losses[-1]):
+            first = iterations[np.flatnonzero(~np.isfinite(losses))[0]]
+            return Status.DIVERGED, f"{name} loss not finite from iteration {first:,}; ended {at}"
+    finite = curve.train[1][np.isfinite(curve.train[1])]
+    if len(finite) > 2 * LAST:
+        rise = float(finite[-LAST:].mean() - smooth(curve.train, LAST // 2)[1].min())
+        if rise > diverged_rise:
+            return Status.DIVERGED, f"training loss ended {rise:.2f} nats above its lowest, {at}"
+    if not len(curve.train[0]):
+        return Status.UNFINISHED, "no training loss logged: it only validated a checkpoint, or ended too early"
+    if curve.last_iteration < train_iters:
+        return Status.UNFINISHED, f"ended {at}"
+    if not len(curve.validation[0]) or curve.validation[0][-1] < train_iters:
+        return Status.UNFINISHED, "no validation loss at its end"
+    return Status.FINISHED, f"{train_iters:,} iterations"

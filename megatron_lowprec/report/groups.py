@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import numpy as np
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.report.amounts import amount
-from megatron_lowprec.report.runs import Run, Status
+from megatron_lowprec.report.curve import Status
+from megatron_lowprec.report.runs import Run
 from megatron_lowprec.training.config.arguments import KINDS, checked_options
 from megatron_lowprec.training.config.options import NO_EFFECT, Config, options_with
 from megatron_lowprec.training.config.resolve import resolve_model
@@ -188,7 +189,7 @@ def group_runs(runs: Sequence[Run], reference: str) -> tuple[list[Group], list[R
         models.setdefault(members[0].model, []).append(setting)
     of_model = frozenset(differ).difference(*map(_different, models.values()))
     return [
-        Group(name, tuple(members), reference, {key: _value(members[0], key) for key in differ}, of_model)
+        Group(name, tuple(_told_apart(members)), reference, {key: _value(members[0], key) for key in differ}, of_model)
         for name, members in zip(_names(list(keyed.values())), keyed.values())
     ], lost
 
@@ -197,6 +198,21 @@ def differing_options(left: Group, right: Group) -> list[str]:
     """The options in which two groups of one report differ, each with both values."""
     names = [name for name in left.apart if left.apart[name] != right.apart.get(name)]
     return [f"{name} {left.apart[name]} and {right.apart.get(name)}" for name in names]
+
+
+def _told_apart(runs: Sequence[Run]) -> Iterator[Run]:
+    """Runs of one label whose recipes differ in numerics, as after an edit of a recipe file, get other labels."""
+    known: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        recipe, recipes = _without_name(run.recipe), known.setdefault(run.label, [])
+        if recipe and recipe not in recipes:
+            recipes.append(recipe)
+        number = recipes.index(recipe) if recipe else 0
+        if number:
+            names = ", ".join(name for name in recipe if recipe[name] != recipes[0].get(name))
+            label, full = f"{run.label} ({number + 1})", f"{run.full_label}, which differs from the first in {names}"
+            run = replace(run, label=label, full_label=full)
+        yield run
 
 
 def _different(settings: Sequence[Mapping[str, Any]]) -> list[str]:

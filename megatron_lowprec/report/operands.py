@@ -13,8 +13,9 @@ import numpy as np
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import Row, json_lines
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
+from megatron_lowprec.report.curve import Status
 from megatron_lowprec.report.groups import Group
-from megatron_lowprec.report.runs import Run, Status
+from megatron_lowprec.report.runs import Run
 from megatron_lowprec.training.monitoring.metrics_file import check_iteration
 
 Kind = tuple[str, str]

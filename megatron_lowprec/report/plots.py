@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from megatron_lowprec.report.amounts import amount, percent
-from megatron_lowprec.report.curve import Floats, Series, smooth
+from megatron_lowprec.report.curve import Floats, Series, Status, smooth
 from megatron_lowprec.report.groups import Group
 from megatron_lowprec.report.plot_style import NOT_FINISHED, Style, Theme, band, gap_axis, limits, literal, wrapped
-from megatron_lowprec.report.runs import Run, Status
+from megatron_lowprec.report.runs import Run
 from megatron_lowprec.report.statistics import Fit
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,17 @@ from megatron_lowprec.recipe.parsing import in_current_form
 from megatron_lowprec.report.archives.sources import Source, find_sources
 from megatron_lowprec.report.curve import (
     COLUMNS,
-    LAST,
     NORM,
     SAMPLES,
     SECONDS,
     SKIPPED,
     Curve,
+    Floats,
     Series,
+    Status,
     curve_of,
+    how_it_ended,
     read_columns,
-    smooth,
     typical_seconds,
 )
 from megatron_lowprec.sweep.job_record import RECORD
@@ -37,16 +38,7 @@ from megatron_lowprec.training.config.arguments import RENAMED
 from megatron_lowprec.training.config.run_config import read_run_config
 
 _LONGEST_LABEL = 64
-
-
-class Status(Enum):
-    """Final status of a run."""
-
-    FINISHED = "finished"
-    DIVERGED = "diverged"
-    UNFINISHED = "unfinished"
-    FAILED = "failed"
-    NOT_STARTED = "not started"  # a job of a sweep without a folder
+_TEXT_SUFFIX = re.compile(r"(_text_document|(\.raw)?(\.jsonl?|\.txt)?(\.xz|\.gz)?)$")
 
 
 @dataclass(frozen=True)
@@ -111,13 +103,15 @@ class Run:
 
     @property
     def planned_samples(self) -> float:
-        """Requested samples; NaN if not in config.yaml."""
-        return float(self.options.get("train_samples") or self.train_iters * self.batch)
+        """Requested samples: those consumed, whose batches may differ, and the iterations left; NaN if unknown."""
+        done, consumed = (0, 0.0) if self.samples is None else (int(self.samples[0][-1]), float(self.samples[1][-1]))
+        left = max(0, self.train_iters - done)
+        return float(self.options.get("train_samples") or consumed + (left * self.batch if left else 0.0))
 
     @property
     def tokens(self) -> float:
         """Requested tokens; NaN if not in config.yaml."""
-        return self.planned_samples * float(self.options.get("seq_length", math.nan))
+        return float(self._tokens_of(np.asarray([self.planned_samples]))[0])
 
     @property
     def parameters(self) -> float:
@@ -126,8 +120,13 @@ class Run:
 
     @property
     def tokens_a_second(self) -> float:
-        """Throughput of all processes together, at the typical iteration time; NaN if not recorded."""
-        return self.batch * float(self.options["seq_length"]) / self.seconds
+        """Throughput of all processes together over the second half, at its typical iteration; NaN if not recorded."""
+        if self.samples is None:
+            return math.nan
+        iterations, samples = self.samples
+        half = np.interp(iterations[-1] / 2, [0, *iterations], [0.0, *samples])
+        batch = float(samples[-1] - half) / float(iterations[-1] / 2)
+        return batch * float(self.options["seq_length"]) / self.seconds
 
     @property
     def norms_by_fifth(self) -> list[float]:
@@ -145,9 +144,21 @@ class Run:
 
     def tokens_at(self, iterations: np.ndarray) -> np.ndarray:
         """Tokens consumed by the end of each of these iterations."""
+        return self._tokens_of(self._samples_at(iterations))
+
+    def _samples_at(self, iterations: np.ndarray) -> np.ndarray:
         assert self.samples is not None
-        samples = np.interp(iterations, [0, *self.samples[0]], [0.0, *self.samples[1]])
-        return samples * float(self.options["seq_length"])
+        return np.interp(iterations, [0, *self.samples[0]], [0.0, *self.samples[1]])
+
+    def _tokens_of(self, samples: Floats) -> Floats:
+        """Tokens of the first so many samples, which had another length before a resume that changed it."""
+        begin, tokens = 0.0, np.zeros_like(samples)
+        for each in self.earlier_options if self.samples is not None else ():
+            if "seq_length" in each:
+                end = float(self._samples_at(np.asarray(each["until_iteration"])))
+                tokens += (np.clip(samples, begin, end) - begin) * float(each["seq_length"])
+                begin = end
+        return tokens + np.maximum(samples - begin, 0.0) * float(self.options.get("seq_length", math.nan))
 
 
 def find_runs(paths: Sequence[str], diverged_rise: float, scratch: Path | None = None) -> tuple[list[Run], list[str]]:
@@ -270,32 +281,6 @@ def _finite(series: Series) -> Series | None:
     return (series[0][kept], series[1][kept]) if kept.any() else None
 
 
-def how_it_ended(curve: Curve, train_iters: int, diverged_rise: float) -> tuple[Status, str]:
-    """Status of a run from its losses only, and a short explanation.
-
-    Diverged: the last training or validation loss is not finite, or the mean of the last training losses is more than
-    ``diverged_rise`` nats above the lowest earlier mean over as many iterations. Unfinished: it has no training loss,
-    or its last iteration or last validation comes before ``train_iters``.
-    """
-    at = f"at iteration {curve.last_iteration:,} of {train_iters:,}"
-    for name, (iterations, losses) in (("training", curve.train), ("validation", curve.validation)):
-        if len(losses) and not math.isfinite(losses[-1]):
-            first = iterations[np.flatnonzero(~np.isfinite(losses))[0]]
-            return Status.DIVERGED, f"{name} loss not finite from iteration {first:,}; ended {at}"
-    finite = curve.train[1][np.isfinite(curve.train[1])]
-    if len(finite) > 2 * LAST:
-        rise = float(finite[-LAST:].mean() - smooth(curve.train, LAST // 2)[1].min())
-        if rise > diverged_rise:
-            return Status.DIVERGED, f"training loss ended {rise:.2f} nats above its lowest, {at}"
-    if not len(curve.train[0]):
-        return Status.UNFINISHED, "no training loss logged: it only validated a checkpoint, or ended too early"
-    if curve.last_iteration < train_iters:
-        return Status.UNFINISHED, f"ended {at}"
-    if not len(curve.validation[0]) or curve.validation[0][-1] < train_iters:
-        return Status.UNFINISHED, "no validation loss at its end"
-    return Status.FINISHED, f"{train_iters:,} iterations"
-
-
 def _sweep(source: Source) -> list[Run]:
     path = source.folder / MANIFEST
     try:
@@ -364,15 +349,24 @@ def _texts(folder: Path, say: Callable[[str], None]) -> dict[str, TextLoss]:
         for each in content.get("evaluations", [content] if content else []):
             if each["recipe"] != each["trained_under"]:
                 continue
-            scores = {Path(path).name.partition(".")[0]: score for path, score in each["data"].items()}
+            scores = dict(zip(_text_names(list(each["data"])), each["data"].values()))
             scores |= {"WikiText": each["wikitext"]} if "wikitext" in each else {}
             for name, score in scores.items():
-                loss = TextLoss(float(score["loss"]), float(score.get("bits_per_byte", math.nan)))
-                found[name.removesuffix("_text_document")] = loss
+                found[name] = TextLoss(float(score["loss"]), float(score.get("bits_per_byte", math.nan)))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         say(f"{folder / EVALUATION}: dropped, no scores of megatron-lowprec eval ({type(error).__name__})")
         return {}
     return found
+
+
+def _text_names(paths: Sequence[str]) -> list[str]:
+    """Names of texts by the ends of their paths, as long as it takes to tell them apart."""
+    parts = [Path(_TEXT_SUFFIX.sub("", path)).parts for path in paths]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return list(paths)
 
 
 def _json(path: Path, kinds: Mapping[str, tuple[type, ...]], say: Callable[[str], None]) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from megatron_lowprec.report.amounts import DASH, amount, number, percent, share, signed
+from megatron_lowprec.report.curve import Status
 from megatron_lowprec.report.groups import Group
-from megatron_lowprec.report.runs import Run, Status
+from megatron_lowprec.report.runs import Run
 from megatron_lowprec.report.statistics import BLOCKS, FEWEST, NONE, PRIOR, Fit
 from megatron_lowprec.report.verdict import Outcome, Verdict
 from megatron_lowprec.text_tables import plain_table

@@ -18,8 +18,8 @@ from megatron_lowprec.report.claims import (
     Scale,
     Test,
 )
+from megatron_lowprec.report.curve import Status
 from megatron_lowprec.report.groups import Group, differing_options
-from megatron_lowprec.report.runs import Status
 from megatron_lowprec.report.statistics import PRIOR, Difference, Fit
 
 Interval = tuple[float, float]

@@ -69,7 +69,7 @@ def _of_size(sweep: Sweep) -> list[Budget]:
             model=job.model,
             parameters=num_parameters(config, vocabulary),
             non_embedding_parameters=num_non_embedding_parameters(config),
-            tokens=job.train_iters * config.steps.global_batch_size * job.seq_length,
+            tokens=config.steps.samples * job.seq_length,
             variant=job.variant,
             recipes=recipes,
             alone=len(jobs) == 1,

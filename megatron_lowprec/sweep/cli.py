@@ -38,10 +38,18 @@ TO_BE_CONTINUED = 75
 
 
 Notes = Callable[[Sequence[Job]], Sequence[str]]
+Check = Callable[[Sequence[str]], None]
 
 
-def main(argv: Sequence[str], notes: Notes = lambda jobs: (), program: str = "sweep.py") -> int:
+def main(
+    argv: Sequence[str],
+    notes: Notes = lambda jobs: (),
+    program: str = "sweep.py",
+    check_evaluation: Check = lambda words: None,
+) -> int:
     """Run the command; ``notes`` are lines on the chosen jobs, printed to stderr before one starts.
+
+    ``check_evaluation`` raises a UserError for words that megatron-lowprec eval would refuse.
 
     Exit code 0; 1 if a job failed, or is left to another process; 2 for a user's error; 75 if interrupted by a signal,
     or if --start-within left jobs out.
@@ -51,7 +59,7 @@ def main(argv: Sequence[str], notes: Notes = lambda jobs: (), program: str = "sw
     if args.sweep is None:
         taken = f" --data-path took {' '.join(args.data_path)}; put the file before it" if args.data_path else ""
         parser.error(f"no sweep file is given;{taken or ' name one, such as configs/sweeps/paper_table2.yaml'}")
-    return run_tool(program, lambda: _main(args, notes))
+    return run_tool(program, lambda: _main(args, notes, check_evaluation))
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -97,12 +105,20 @@ def _parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _main(args: argparse.Namespace, notes: Notes) -> int:
+def _main(args: argparse.Namespace, notes: Notes, check_evaluation: Check) -> int:
+    if args.max_failures is not None and args.max_failures < 1:
+        raise UserError(f"--max-failures {args.max_failures} starts no job; give at least 1, or leave it out")
     sweep = _with_flags(read(args.sweep, args.size), args)
     folder = f"{sweep.name}-{sweep.size}" if sweep.size else sweep.name
     out = Path(args.out or Path("runs") / "sweeps" / folder).absolute()
     if args.status:
         return _status(out, args)
+    if sweep.evaluate:
+        try:
+            check_evaluation(sweep.evaluate)
+        except UserError as error:
+            named = f"{args.sweep}: evaluate" if args.evaluate is None else "--evaluate"
+            raise UserError(f"{named}: {error}") from None
     check_folder(out, "--out")
     on_slurm = args.slurm or args.slurm_dry_run
     if args.sbatch and not on_slurm:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
@@ -17,8 +16,17 @@ from megatron_lowprec.recipe.coverage import check_activations, check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.shipped import find
-from megatron_lowprec.sweep.spec import LABEL, ModelChoice, Options, RecipeChoice, Sweep, Variant, merge, options_of
-from megatron_lowprec.training.checkpoint.storage import TRACKER
+from megatron_lowprec.sweep.spec import (
+    LABEL,
+    ModelChoice,
+    Options,
+    RecipeChoice,
+    Sweep,
+    Variant,
+    merge,
+    options_of,
+    words_of,
+)
 from megatron_lowprec.training.config.arguments import KINDS, flag, parse, rivals_of
 from megatron_lowprec.training.config.options import Config, options_in
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
@@ -31,7 +39,9 @@ DRIVER = ("-m", "megatron_lowprec.training.driver")
 EVALUATE = ("-m", "megatron_lowprec", "eval")
 """What Python or torchrun starts for a job: a module, or the path of a script."""
 EVALUATION = "evaluation.json"
-"""File in a job's folder: the scores of its last checkpoint, as megatron-lowprec eval writes them."""
+"""File in a job's folder: the scores of its last checkpoint, as megatron-lowprec eval writes them, and its flags."""
+FLAGS = "flags"
+"""Key of ``EVALUATION``: the flags of the scores. Older files lack it."""
 
 # Changing them does not make it another run. The resolved recipe is compared in place of its options.
 NOT_THE_RUN = frozenset(options_in(Part.OUTPUT, Part.RECIPE))
@@ -118,10 +128,12 @@ def _value(text: str, name: str, value: str) -> Any:
         if value not in ("true", "false"):
             raise UserError(f"--set {text}: wants true or false")
         return value == "true"
+    items = words_of(f"--set {name.replace('_', '-')}", value) if kind.is_list else [value]
     try:
-        return [kind.element(item) for item in shlex.split(value)] if kind.is_list else kind.element(value)
+        found = [kind.element(item) for item in items]
     except ValueError:
         raise UserError(f"--set {text}: wants {'a whole number' if kind.element is int else 'a number'}") from None
+    return found if kind.is_list else found[0]
 
 
 class HasId(Protocol):
@@ -149,18 +161,37 @@ def selected(jobs: Sequence[J], patterns: Sequence[str]) -> list[J]:
 
 
 def command(job: Job, run: Path) -> list[str]:
-    """The driver's arguments with its folder: it resumes from a checkpoint in it, and saves at SIGTERM."""
-    place = ["--save", str(run), "--exit-signal-handler"]
-    if (run / TRACKER).exists():
-        place += ["--load", str(run)]
-    return [*DRIVER, *job.arguments, *place]
+    """The driver's arguments with its folder: it resumes from a checkpoint in it, and saves at SIGTERM.
+
+    Without --load, which would make each start another beginning of a job with options that say how a run begins.
+    """
+    return [*DRIVER, *job.arguments, "--save", str(run), "--exit-signal-handler"]
 
 
 def evaluation(job: Job, run: Path) -> list[str] | None:
-    """Arguments that score the job's last checkpoint; None if it is scored, or need not be."""
-    if not job.evaluate or (run / EVALUATION).exists():
+    """Arguments that score the job's last checkpoint; None if it is scored under its flags, or need not be."""
+    if not job.evaluate or _is_scored(job, run):
         return None
     return [*EVALUATE, "--load", str(run), "--out", str(run / EVALUATION), *job.evaluate]
+
+
+def _is_scored(job: Job, run: Path) -> bool:
+    """Whether there are scores under the job's flags; those without flags count, whichever they had."""
+    try:
+        scores = _scores(run)
+    except (FileNotFoundError, UserError):  # a killed evaluation may leave half a file
+        return False
+    return FLAGS not in scores or scores[FLAGS] == list(job.evaluate)
+
+
+def keep_flags(job: Job, run: Path) -> None:
+    """Add the job's flags to its new scores."""
+    content = {**_scores(run), FLAGS: list(job.evaluate)}
+    atomic_write(run / EVALUATION, json.dumps(content, indent=1) + "\n")
+
+
+def _scores(run: Path) -> dict[str, Any]:
+    return read_json(run / EVALUATION, "move it away to score the job anew", len)  # names of texts are any
 
 
 def write_manifest(out: Path, sweep: Sweep, jobs: Sequence[Job]) -> None:

@@ -224,10 +224,22 @@ def evaluation_flags(where: str, text: Any) -> tuple[str, ...]:
     """Words of flags of megatron-lowprec eval; rejects those that a sweep sets itself."""
     if not isinstance(text, str):
         raise UserError(f"{where} is {text!r}; write flags of megatron-lowprec eval, such as --recipe bf16 --wikitext")
-    words = tuple(shlex.split(text))
-    for own in {"--load", "--out", "--iteration"} & {word.partition("=")[0] for word in words}:
-        raise UserError(f"{where}: {own} is set by the sweep; leave it out")
+    words = tuple(words_of(where, text))
+    names = {word.partition("=")[0] for word in words}
+    for own in ("--load", "--out", "--iteration"):
+        if any(own.startswith(name) and len(name) > 2 for name in names):  # argparse takes abbreviations
+            raise UserError(f"{where}: {own} is set by the sweep; leave it out")
     return words
+
+
+def words_of(where: str, text: str) -> list[str]:
+    """Words of a text, as a shell splits it; UserError for a quotation or an escape without its end."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(
+            f"{where}: {text} cannot be split into words: {error}; close its quotes, or escape each with a backslash"
+        ) from None
 
 
 def sbatch_options(where: str, content: Mapping[Any, Any]) -> dict[str, str]:

@@ -328,12 +328,12 @@ def _header(plan: RunPlan, layers: str, device: str, splits: Data, world_size: i
     config, vocabulary = plan.config, plan.content["padded_vocab_size"]
     tokens = {name: split.epoch_tokens for name, split in splits.items() if isinstance(split, SplitData)}
     whole = plan.samples * config.shape.seq_length
-    epochs = whole / tokens["train"]
+    switch = config.data_phase_switch_samples
+    epochs = whole / tokens["train"] if switch is None else 0.0  # two blends have epochs of their own
     model = (
         f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_attention_heads} heads, sequence "
         f"{config.seq_length}, vocabulary {vocabulary} (padded), {num_parameters(config, vocabulary):,} parameters"
     )
-    switch = config.data_phase_switch_samples
     phase = [] if switch is None else [f"from sample {switch:,} on the second blend"]
     rows = [
         ("model", model),
@@ -344,7 +344,8 @@ def _header(plan: RunPlan, layers: str, device: str, splits: Data, world_size: i
         ("data", ", ".join([*(f"{name} {count:,} tokens an epoch" for name, count in tokens.items()), *phase])),
         (
             "run",
-            f"{config.train_iters:,} iterations, {whole:,} tokens = {epochs:.2f} epochs, in {plan.paths.run}",
+            f"{config.train_iters:,} iterations, {whole:,} tokens{f' = {epochs:.2f} epochs' if epochs else ''}, in "
+            f"{plan.paths.run}",
         ),
     ]
     if epochs > _MANY_EPOCHS:

@@ -54,7 +54,7 @@ def plan_run(
     from megatron_lowprec.kernels.dispatch import arch_here
     from megatron_lowprec.training.checkpoint import changes
     from megatron_lowprec.training.checkpoint import resume as saved_state
-    from megatron_lowprec.training.data.blend import check_paths, continued_phase
+    from megatron_lowprec.training.data.blend import check_paths, check_phase, continued_phase
     from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 
     tokenizer = tokenizer_of(config)
@@ -82,8 +82,9 @@ def plan_run(
             config, needed, more = memory_report.eager_if_close(config, needed, gpu, plan_of)
             notes = notes + more
         notes = notes + memory_report.check(needed, gpu)
-    schedule, later_notes = schedules.plan(config, config.steps.global_batch_size, config.steps.samples)
-    later_notes += found_notes
+    batch = config.steps.global_batch_size
+    schedule, schedule_notes = schedules.plan(config, batch, config.steps.samples)
+    later_notes = [*found_notes]
     _, samples = run_length(config.steps)
     past: dict[str, Any] = {}
     start = saved_state.start_of(asdict(config))
@@ -101,9 +102,12 @@ def plan_run(
             later_notes += more
             past["earlier_recipes"] = changes.earlier_recipes(found, recipe)
             # Earlier iterations may have had another batch size.
-            behind = found.progress
+            behind, alike = found.progress, samples
             iterations, samples = run_length(config.steps, behind["iteration"], behind["consumed_samples"])
             config = replace(config, train_iters=iterations)
+            own = config.override_opt_param_scheduler or config.no_load_optim  # not the checkpoint's schedule
+            if own and config.train_samples is None and samples != alike:
+                schedule, schedule_notes = schedules.plan(config, batch, samples)
             config, more = continued_phases(config, recipe, found.content["options"], found.recipe, given)
             later_notes += [*more, *changes.option_notes(found, config)]
             saved_state.check_length(found, config)
@@ -113,6 +117,8 @@ def plan_run(
             later_notes += more
         if not config.finetune:
             past["earlier_options"] = changes.earlier_options(found, config, schedule)
+    check_phase(config, samples)
+    later_notes += schedule_notes
     layout = layout_of(config, ranks.world_size)
     content = saved_state.content(config, recipe, schedule, vocabulary, layout, tokenizer)
     content |= {"versions": dict(versions()), **{name: value for name, value in past.items() if value}}

@@ -25,6 +25,7 @@ from megatron_lowprec.mcore.pending_numbers import PendingNumbers
 from megatron_lowprec.quantization.error_stats import QuantizationError
 from megatron_lowprec.recipe.layer_match import Progress
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.phase_options import with_steps
 from megatron_lowprec.training.data.batches import Batches
 from megatron_lowprec.training.model import Runtime, Trainer, gathered
 from megatron_lowprec.training.monitoring.counterfactuals import counterfactual_recipes
@@ -60,7 +61,8 @@ def train_step(trainer: Trainer, batches: list[Batches], config: Config, iterati
     probe = None
     if interval is not None and (iteration + 1) % interval == 0:
         now = Progress(iteration, config.train_iters)
-        probe = OperandProbe(trainer.chunks, config.seed, [each.during(now) for each in counterfactual_recipes(config)])
+        others = [with_steps(each, config).during(now) for each in counterfactual_recipes(config)]
+        probe = OperandProbe(trainer.chunks, config.seed, others)
     captures = iteration + 1 in config.capture_step
     capture = OperandCapture(trainer.chunks, config.capture_layers, config.seed) if captures else None
     restore_biases = keep_expert_biases(trainer.chunks) if trainer.config.moe_router_enable_expert_bias else None

@@ -3,16 +3,18 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.report.curve import Curve
+from megatron_lowprec.report.curve import Curve, Status, how_it_ended
 from megatron_lowprec.report.groups import group_runs
-from megatron_lowprec.report.runs import Run, Status, find_runs, how_it_ended
+from megatron_lowprec.report.runs import Run, find_runs
 from tests.report.synthetic import MXFP8_OPERANDS, add_cells, cell, write_run, write_sweep
 
 
@@ -31,6 +33,61 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert run.tokens_a_second == pytest.approx(64 * 1024 / 0.1)
     assert run.peak_memory_gib == 7
     assert run.tokens_at(np.array([0, 100, 400])) == pytest.approx([0, 6_553_600, 26_214_400])
+
+
+def rewritten(folder: Path, consumed: Callable[[int], int], **options: Any) -> Run:
+    """The run with other samples by iteration, and more in its config.yaml."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps(row | {"consumed samples": consumed(row["iteration"])}) for row in found]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    with (folder / "config.yaml").open("a") as config:
+        config.write(yaml.safe_dump(options))
+    (run,) = find(folder)
+    return run
+
+
+def test_tokens_of_a_batch_that_changed_are_those_consumed(tmp_path: Path) -> None:
+    earlier = [{"until_iteration": 300, "global_batch_size": 16}]
+    folder = write_run(tmp_path / "run")
+    run = rewritten(folder, lambda i: 16 * min(i, 300) + 64 * max(0, i - 300), earlier_options=earlier)
+    assert run.tokens == (300 * 16 + 100 * 64) * 1024
+    assert run.tokens_a_second == pytest.approx((16 + 64) / 2 * 1024 / 0.1)
+    part = rewritten(write_run(tmp_path / "part", ends_at=200), lambda i: 16 * i, earlier_options=earlier)
+    assert part.tokens == (200 * 16 + 200 * 64) * 1024
+
+
+def test_tokens_of_a_sequence_that_changed_are_those_consumed(tmp_path: Path) -> None:
+    earlier = [{"until_iteration": 50, "lr": 1e-4}, {"until_iteration": 100, "seq_length": 512}]
+    run = rewritten(write_run(tmp_path / "run"), lambda i: 64 * i, earlier_options=earlier)
+    assert run.tokens == 64 * (100 * 512 + 300 * 1024)
+    assert run.tokens_at(np.array([50, 200])) == pytest.approx([64 * 50 * 512, 64 * (100 * 512 + 100 * 1024)])
+
+
+def test_recipes_of_one_name_that_differ_are_told_apart(tmp_path: Path) -> None:
+    """As after an edit of a recipe's file between runs."""
+    folders = [write_run(tmp_path / "first", "mxfp8"), write_run(tmp_path / "same", "mxfp8", seed=2)]
+    folders.append(write_run(tmp_path / "other", "mxfp8", seed=3, overrides=("dgrad=bf16",)))
+    config = folders[-1] / "config.yaml"
+    config.write_text(re.sub("name: mxfp8.*", "name: mxfp8", config.read_text()))
+    (group,), _ = group_runs(find(*folders), "bf16")
+    assert [run.label for run in group.runs] == ["mxfp8", "mxfp8", "mxfp8 (2)"]
+    assert group.runs[-1].full_label == "mxfp8, which differs from the first in dgrad"
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["d1/few_text_document", "d2/few_text_document"], ["d1/few", "d2/few"]),
+        (["data-v1.0_text_document", "data-v1.5.jsonl.xz"], ["data-v1.0", "data-v1.5"]),
+        (["a/x.txt", "b/y.jsonl"], ["x", "y"]),
+    ],
+)
+def test_texts_of_one_name_are_told_apart(tmp_path: Path, paths: list[str], names: list[str]) -> None:
+    folder = write_run(tmp_path / "run", "mxfp8")
+    data = {path: {"loss": float(at)} for at, path in enumerate(paths)}
+    (folder / "evaluation.json").write_text(json.dumps(score("mxfp8", data=data)))
+    (run,) = find(folder)
+    assert [(name, loss.nats) for name, loss in run.texts.items()] == list(zip(names, (0.0, 1.0), strict=True))
 
 
 def score(recipe: str, trained: str = "mxfp8", **texts: Any) -> dict[str, Any]:

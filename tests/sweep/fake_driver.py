@@ -47,7 +47,7 @@ def wait(until):
 
 
 signal.signal(signal.SIGTERM, on_signal)
-begun = int(tracker.read_text()) if "--load" in value else 0
+begun = int(tracker.read_text()) if tracker.exists() else 0
 rank = int(os.environ.get("RANK", "0"))
 running = save / "running"
 if rank == 0:

@@ -51,6 +51,14 @@ def test_a_sweep_file_that_data_path_has_taken(write_sweep: WriteSweep, capsys: 
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_no_failure_at_all_is_no_limit(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str], number: str
+) -> None:
+    assert fake.run(write_sweep(), "--max-failures", number) == 2
+    assert f"--max-failures {number} starts no job; give at least 1" in capsys.readouterr().err
+
+
 def test_an_error_is_one_line(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
     assert fake.run(write_sweep(), "--size", "huge") == 2
     error = capsys.readouterr().err

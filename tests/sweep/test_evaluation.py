@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_lowprec.commands import sweep
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.sweep import cli, jobs
 from megatron_lowprec.sweep.spec import evaluation_flags, read
@@ -80,6 +81,58 @@ def test_scores_are_written_after_the_time_of_the_last_start(scored: Fake, write
     assert (len(scored.calls(BF16)), len(scored.calls(MXFP4))) == (0, 1)
 
 
+@pytest.mark.slow
+def test_other_flags_score_a_job_anew(scored: Fake, write_sweep: WriteSweep) -> None:
+    path, result = write_sweep(recipes=["bf16"]), scored.out / BF16 / "evaluation.json"
+    other = "--evaluate=--recipe bf16 --wikitext"
+    assert scored.run(path, f"--evaluate={FLAGS}") == 0
+    first = evaluation(scored, BF16)
+    assert first is not None
+    assert first["flags"] == ["--recipe", "checkpoint", "a b", "--wikitext"]
+    result.write_text(json.dumps({**first, "kept": True}))
+    assert scored.run(path, f"--evaluate={FLAGS}") == 0
+    assert evaluation(scored, BF16) == {**first, "kept": True}, "the same flags: not scored again"
+    assert scored.run(path, other) == 0
+    found = evaluation(scored, BF16)
+    assert found is not None
+    assert found["argv"][-3:] == found["flags"] == ["--recipe", "bf16", "--wikitext"]
+    assert scored.run(path, "--evaluate=--recipe fail") == 1
+    assert evaluation(scored, BF16) == found, "scores outlive a failed evaluation"
+    result.write_text('{"argv": [')
+    assert scored.run(path, other) == 0
+    assert evaluation(scored, BF16) == found, "half a file is no scores"
+    assert len(scored.calls(BF16)) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--nosuch --wikitext", "unrecognized arguments: --nosuch"),
+        ("--wikitext --stride x", "argument --stride: invalid int value: 'x'"),
+        ("--recipe bf16", "nothing to score"),
+        ("--data-path a.jsonl --part test", "--part test is a part of --split"),
+        ("--help", "--help scores nothing"),
+    ],
+)
+def test_flags_that_eval_refuses_start_nothing(
+    scored: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str], flags: str, words: str
+) -> None:
+    arguments = ("--out", str(scored.out))
+    assert sweep.main([write_sweep(), *arguments, f"--evaluate={flags}"]) == 2
+    printed = capsys.readouterr().err
+    assert "error: --evaluate: " in printed
+    assert words in printed
+    path = write_sweep(evaluate=flags)
+    assert sweep.main([path, *arguments]) == 2
+    assert f"{path}: evaluate: " in capsys.readouterr().err
+    assert not scored.out.exists()
+
+
+def test_files_of_eval_s_flags_may_be_elsewhere(scored: Fake, write_sweep: WriteSweep) -> None:
+    flags = "--evaluate=--data-path $SCRATCH/a.jsonl ../b --wikitext there.raw --recipe my.yaml"
+    assert sweep.main([write_sweep(), "--out", str(scored.out), "--dry-run", flags]) == 0
+
+
 def test_flags_that_a_sweep_sets_are_refused(write_sweep: WriteSweep) -> None:
     assert read(write_sweep()).evaluate == ()
     assert read(write_sweep(evaluate="--wikitext", sizes={"a": {"evaluate": "--recipe bf16"}})).evaluate == (
@@ -88,6 +141,10 @@ def test_flags_that_a_sweep_sets_are_refused(write_sweep: WriteSweep) -> None:
     )
     with pytest.raises(UserError, match="evaluate: --out is set by the sweep"):
         evaluation_flags("evaluate", "--wikitext --out=here.json")
+    with pytest.raises(UserError, match="evaluate: --iteration is set by the sweep"):
+        evaluation_flags("evaluate", "--wikitext --iter 3")
+    with pytest.raises(UserError, match='evaluate: --wikitext " cannot be split into words: No closing quotation'):
+        evaluation_flags("evaluate", '--wikitext "')
     with pytest.raises(UserError, match=r"evaluate is \['--wikitext'\]; write flags of megatron-lowprec eval"):
         read(write_sweep(evaluate=["--wikitext"]))
 

@@ -84,6 +84,7 @@ def test_settings_are_written_as_on_the_command_line() -> None:
         ("lr=fast", "wants a number"),
         ("train-iters=1.5", "wants a whole number"),
         ("bf16=yes", "wants true or false"),
+        ('data-path="a', '--set data-path: "a cannot be split into words: No closing quotation'),
         ("seed=3", "it belongs to seeds:"),
         ("optimizer=lion", "'lion' is not one of adam, muon, sgd"),
     ],
@@ -135,12 +136,14 @@ def test_jobs_by_pattern(write_sweep: WriteSweep) -> None:
         selected(found, ["_sr", "nothing"])
 
 
-def test_it_loads_where_there_is_a_checkpoint(write_sweep: WriteSweep, tmp_path: Path) -> None:
-    job = jobs(write_sweep())[0]
-    assert "--load" not in command(job, tmp_path)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+def test_each_start_is_the_same(write_sweep: WriteSweep, tmp_path: Path) -> None:
+    """So a job that begins with other weights goes on from its own checkpoint, as any run does in --save's folder."""
+    job = jobs(write_sweep(options={"pretrained-checkpoint": "weights", "finetune": True}))[0]
     words = command(job, tmp_path)
-    assert words[words.index("--load") + 1] == words[words.index("--save") + 1] == str(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    assert command(job, tmp_path) == words
+    assert words[words.index("--save") + 1] == str(tmp_path)
+    assert "--load" not in words
     config, _, _ = parse(words[len(DRIVER) :])
     assert config.exit_signal_handler
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_lowprec.commands import evaluate, export_hf
+from megatron_lowprec.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lowprec.training.data.wikitext import detokenize
 from megatron_lowprec.training.distributed import startup
 from tests.launch import fork_ranks
@@ -39,12 +40,19 @@ def test_the_loss_equals_the_drivers_validation_loss(drive: Drive) -> None:
     assert again["data"][prefix] == found["data"]["text.jsonl"]
 
 
+def tokenizer() -> Tokenizer:
+    """Of ``trained``."""
+    return build_tokenizer("GPT2BPETokenizer", vocab_file=str(TEXT["vocab_file"]), merge_file=str(TEXT["merge_file"]))
+
+
 def test_bits_a_byte_refer_to_the_text(trained: str) -> None:
-    """End tokens have no bytes; a character of several tokens has its own."""
+    """End tokens and the first token, which is not scored, have no bytes; a character of several tokens has its own."""
     documents = ["The cat sat. \N{SNOWMAN}\N{GREEK SMALL LETTER ALPHA}", "Another  text\n\nof two lines."]
     Path("two.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     found = run("--load", trained, "--data-path", "two.jsonl", "--data-cache-path", "cache")["data"]["two.jsonl"]
-    assert found["bytes"] == sum(len(text.encode()) for text in documents)
+    first = tokenizer().detokenize(tokenizer().tokenize(documents[0])[:1])
+    assert first
+    assert found["bytes"] == sum(len(text.encode()) for text in documents) - len(first)
     assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / found["bytes"] / math.log(2))
 
 
@@ -60,19 +68,24 @@ def reference_nats(folder: Path, ids: list[int], eod: int, length: int) -> float
     return total
 
 
-def test_word_perplexity_is_lm_evaluation_harness_s(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_lowprec.training.data.tokenizer import build_tokenizer
+def test_a_corpus_is_scored_without_the_rows_that_pad_the_vocabulary(trained: str) -> None:
+    text = "The boys' film was seen in 2002, and again in 2004 by the same people who had liked it, or not."
+    Path("one.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    found = run("--load", trained, "--data-path", "one.jsonl", "--data-cache-path", "cache")["data"]["one.jsonl"]
+    assert export_hf.main(["--load", trained, "--out", "hf"]) == 0
+    first, *ids = [*tokenizer().tokenize(text), tokenizer().eod]
+    assert found["tokens"] == len(ids)
+    assert found["loss"] == pytest.approx(reference_nats(Path("hf"), ids, first, 32) / len(ids), rel=1e-5)
 
+
+def test_word_perplexity_is_lm_evaluation_harness_s(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("--load", trained, "--wikitext", "wiki.raw", "--micro-batch-size", "3")["wikitext"]
     assert export_hf.main(["--load", trained, "--out", "hf"]) == 0
-    tokenizer = build_tokenizer(
-        "GPT2BPETokenizer", vocab_file=str(TEXT["vocab_file"]), merge_file=str(TEXT["merge_file"])
-    )
     lines = RAW.split("\n")
     nats, words, size, tokens = 0.0, 0, 0, 0
     for article in ("\n".join(lines[1:6]), "\n".join(lines[6:])):
-        ids = tokenizer.tokenize(detokenize(article))
-        nats += reference_nats(Path("hf"), ids, tokenizer.eod, 32)
+        ids = tokenizer().tokenize(detokenize(article))
+        nats += reference_nats(Path("hf"), ids, tokenizer().eod, 32)
         words, size, tokens = words + len(re.split(r"\s+", article)), size + len(article.encode()), tokens + len(ids)
     assert (found["pages"], found["words"], found["bytes"], found["tokens"]) == (2, words, size, tokens)
     # The export has none of the rows that pad the vocabulary.
@@ -129,6 +142,7 @@ def test_parts_of_a_corpus_are_training_s(trained: str) -> None:
     Path("ten.jsonl").write_text("\n".join(lines) + "\n")
     flags = ["--load", trained, "--data-path", "ten.jsonl", "--data-cache-path", "cache", "--split", "70,20,10"]
     tokens = {part: run(*flags, "--part", part)["data"]["ten.jsonl"]["tokens"] for part in ("train", "valid", "test")}
+    assert run(*flags)["data"]["ten.jsonl"]["tokens"] == tokens["valid"]
     whole = run(*flags[:-2])["data"]["ten.jsonl"]["tokens"]
     # The first token of each stream is not scored.
     assert sum(tokens.values()) + 3 == whole + 1
@@ -167,6 +181,10 @@ def test_errors_are_one_line(trained: str, capsys: pytest.CaptureFixture[str]) -
         (["--load", trained, "--wikitext", "wiki.raw", "--stride", "33"], "--stride 33"),
         (["--load", trained, "--wikitext", "wiki.raw", "--stride", "0"], "--stride 0"),
         (["--load", trained, "--data-path", "corpus", "--split", "a"], "--split a"),
+        (["--load", trained, "--data-path", "corpus", "--part", "valid"], "--part valid is a part of --split"),
+        (["--load", trained, "--wikitext", "wiki.raw", "--split", "1,1,1"], "--split 1,1,1 is for --data-path only"),
+        (["--load", trained, "--wikitext", "wiki.raw", "--part", "test"], "--part test is for --data-path only"),
+        (["--load", trained, "--wikitext", "wiki.raw", "--max-tokens", "9"], "--max-tokens 9 is for --data-path only"),
         (["--load", trained, "--wikitext", "wiki.raw", "--vocab-file", "moved.json"], "moved.json"),
         (["--load", trained, "--wikitext", "wiki.raw", "--recipe", "mxfp5"], "mxfp5"),
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lowprec.commands import inspect_checkpoint
+from megatron_lowprec.training.checkpoint import loader
 from tests.training.conftest import checkpoints  # noqa: F401 - a fixture
 
 
@@ -47,6 +48,18 @@ def test_another_iteration_or_one_folder(out: Path, capsys: pytest.CaptureFixtur
     chosen = lines(capsys)
     assert inspect_checkpoint.main([str(out / "iter_0000002")]) == 0
     assert lines(capsys)["step"] == chosen["step"] == ["2, 8 samples consumed"]
+
+
+def test_another_iteration_beside_a_named_folder_is_the_one_that_is_scored(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inspect_checkpoint.main([str(out / "iter_0000002"), "--iteration", "4"]) == 0
+    told = lines(capsys)
+    scored = loader.at_iteration(loader.find(str(out / "iter_0000002")), 4)
+    assert told["checkpoint"] == [str(scored.folder)] == [str(out / "iter_0000004")]
+    assert told["step"] == ["4, 16 samples consumed"]
+    assert inspect_checkpoint.main([str(out / "iter_0000002"), "--iteration", "3"]) == 2
+    assert "no checkpoint of iteration 3; there are 4, 2" in capsys.readouterr().err
 
 
 def test_a_run_s_folder_is_enough(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

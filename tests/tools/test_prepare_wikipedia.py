@@ -211,6 +211,33 @@ def test_another_preparation_is_not_mixed_in(
     assert "another preparation: append eod False (there: True)" in capsys.readouterr().err
     assert prepared(["--input", "a.jsonl"], "out/en") == 2
     assert "source 'a.jsonl'" in capsys.readouterr().err
+    assert prepared(source, "out/en", "--text-key", "url") == 2
+    assert "text key 'url' (there: 'text')" in capsys.readouterr().err
+    assert prepared(source, "out/en", "--title-key", "id") == 2
+    assert "title key 'id' (there: 'title')" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("texts", "empty_of_shards"),
+    [(["a", "b", ""], [0]), (["a", "", ""], [1]), (["a", "b", "", "", "c", ""], [0, 3]), (["", "", "a"], [2])],
+)
+def test_shards_without_text_count_as_empty_articles(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    texts: list[str],
+    empty_of_shards: list[int],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"title": str(i), "text": text}) + "\n" for i, text in enumerate(texts)]
+    Path("a.jsonl").write_text("".join([*lines, lines[0]]))
+    assert prepared(["--input", "a.jsonl"], "out/en", "--shard-documents", "2") == 0
+    assert f"{texts.count('')} empty articles dropped" in capsys.readouterr().out
+    manifest = json.loads(Path("out/en.manifest.json").read_text())
+    assert [shard["empty"] for shard in manifest["shards"]] == empty_of_shards
+    assert (manifest["empty"], manifest["duplicates"]) == (texts.count(""), 1)
+    found = [text for number in range(len(empty_of_shards)) for text in documents(f"out/en-{number:05d}_text_document")]
+    assert found == [f"{text}<|endoftext|>" for text in texts if text]
 
 
 def test_verify_finds_what_has_changed(
@@ -237,7 +264,7 @@ def test_verify_finds_what_has_changed(
         ([], "--output-prefix is missing"),
         (["--output-prefix", "out", "--input", "nothing.jsonl"], "no such file"),
         (["--output-prefix", "out", "--input", "text.txt"], "neither .jsonl"),
-        (["--output-prefix", "out", "--input", "empty.jsonl"], "no article in it"),
+        (["--output-prefix", "out", "--input", "empty.jsonl"], "no article with text under 'text'"),
         (["--output-prefix", "out", "--input", "untitled.jsonl"], "'title'"),
         (["--output-prefix", "out", "--input", "empty.jsonl", "--workers", "0"], "at least 1"),
     ],

@@ -55,6 +55,21 @@ def test_rows_of_both_programs(tmp_path: Path) -> None:
     assert written(folder, tmp_path / "out.json", "--first", "3")["bf16"]["ms"] == 200.0
 
 
+@pytest.mark.parametrize("consumed", [32 * 2, 32 * 2 + 1000])
+def test_tokens_are_those_of_each_iteration(tmp_path: Path, consumed: int) -> None:
+    """A batch of 16, then 32, at one rate; a resumed run's samples so far say nothing about its batch."""
+    (tmp_path / "logs").mkdir()
+    lines = []
+    for iteration, batch in enumerate((16, 16, 16, 32, 32), 3):
+        consumed += batch
+        row = replace(ROW, iteration=iteration, consumed_samples=consumed, batch_size=batch)
+        lines.append(iteration_line(row, 7, 12.58, batch / 100, 1.0))
+    (tmp_path / "logs/bf16.log").write_text("\n".join(lines))
+    row = written(tmp_path / "logs", tmp_path / "out.json")["bf16"]
+    assert row["ms"] == 160.0
+    assert row["tokens_s"] == pytest.approx(100 * 8192 / 2)
+
+
 def test_a_run_that_failed_has_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log(tmp_path / "logs", "bf16", (900.0, 210.0, 200.0))
     (tmp_path / "logs/fp8.log").write_text("pretrain_gpt.py: error: no such package\n")

@@ -18,6 +18,15 @@ from tests.training.helpers import REPOSITORY, argv
 from tools import shard_balance
 from tools.shard_balance import Weight, even_parts, flat_ranges, greedy_partition, weights_of, whole_tensors
 
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "position_embedding_type": "rope",
+}
+
 
 def test_the_largest_tensor_goes_first_and_ties_by_index() -> None:
     # loads of 5 and 6 when the two of size 1 are left; then 6 and 6, and the lower rank is first
@@ -75,6 +84,10 @@ def test_even_parts_are_those_of_megatron_core(ranks: int, bucket: int | None) -
         {},
         {"normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "position_embedding_type": "rope"},
         {"untie_embeddings_and_output_weights": True, "disable_bias_linear": True, "add_qkv_bias": True},
+        {"qk_layernorm": True},
+        LATENT,
+        {**LATENT, "q_lora_rank": 24, "qk_layernorm": True},
+        {**LATENT, "qk_layernorm": True, "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True},
     ],
 )
 def test_weights_are_those_of_the_model(drive: Drive, changes: dict[str, Any]) -> None:

@@ -36,6 +36,16 @@ def test_sizes_are_those_of_the_exported_weights(drive: Drive) -> None:
     assert found["2"] != found["4"]
 
 
+def test_layers_that_differ_have_one_value_each(drive: Drive) -> None:
+    """Their tensors have the layer's number in the name, and no layer axis."""
+    experts = {"num_experts": 2, "moe_layer_freq": "[0,1]", "disable_bias_linear": True}
+    drive(argv(**{**MODEL, "train_iters": 1}, **experts, save="run", bf16=True))
+    assert weight_norms.main(["--load", "run", "--out", "norms.json"]) == 0
+    found = json.loads(Path("norms.json").read_text())["1"]
+    assert {"decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.1.self_attention.linear_qkv.weight"} <= set(found)
+    assert {len(values) for sizes in found.values() for values in sizes.values()} == {1}
+
+
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert weight_norms.main(["--load", str(tmp_path), "--out", str(tmp_path / "norms.json")]) == 2
     assert "no checkpoint there" in capsys.readouterr().err

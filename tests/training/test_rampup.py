@@ -14,6 +14,7 @@ from megatron.core.num_microbatches_calculator import (
     update_num_microbatches,
 )
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.releases import init_microbatches
 from megatron_lowprec.training import loop
 from megatron_lowprec.training.config.arguments import parse
@@ -91,6 +92,24 @@ def test_the_header_has_the_tokens_of_the_run(drive: Drive, capsys: pytest.Captu
     assert json.loads(Path("out/run.json").read_text())["tokens"] == 26 * 32
     assert [row["consumed samples"] for row in rows(Path("out"))] == [2, 4, 8, 14, 20, 26]
     assert rows(Path("out"))[-1]["learning-rate"] == pytest.approx(1e-3 - 9e-4 * 26 / 28)
+
+
+def test_an_overridden_schedule_ends_with_the_run(drive: Drive) -> None:
+    """Whatever batch the earlier iterations had."""
+    common: dict[str, Any] = {"save": "out", "train_iters": 6, "min_lr": 1e-4, "lr_decay_style": "linear"}
+    drive(argv(**common, global_batch_size=8, exit_interval=3))
+    drive(argv(**common, global_batch_size=4, override_opt_param_scheduler=True))
+    rates = {row["consumed samples"]: row["learning-rate"] for row in rows(Path("out")) if "learning-rate" in row}
+    assert {samples: rates[samples] for samples in (28, 32, 36)} == pytest.approx(
+        {samples: 1e-3 - 9e-4 * samples / 36 for samples in (28, 32, 36)}
+    )
+
+
+def test_a_resume_of_fewer_samples_than_consumed_is_refused(drive: Drive) -> None:
+    drive(argv(save="out", train_iters=None, train_samples=8))
+    drive(argv(save="out", train_iters=None, train_samples=8))
+    with pytest.raises(UserError, match=r"--train-samples 6: checkpoint .* has consumed 8 samples; give at least"):
+        drive(argv(save="out", train_iters=None, train_samples=6))
 
 
 Watched = list[tuple[int, list[float]]]

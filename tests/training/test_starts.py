@@ -15,8 +15,9 @@ from megatron_lowprec.commands import evaluate, export_hf, inspect_checkpoint
 from megatron_lowprec.commands import report_page as report
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.report.curve import Status
 from megatron_lowprec.report.groups import group_runs
-from megatron_lowprec.report.runs import Status, find_runs
+from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.checkpoint import loader, resume
 from megatron_lowprec.training.checkpoint.checkpoint import Progress

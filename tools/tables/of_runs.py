@@ -33,9 +33,10 @@ from megatron_lowprec.report.amounts import DASH, amount, signed
 from megatron_lowprec.report.archives.container import read
 from megatron_lowprec.report.build import Report, build
 from megatron_lowprec.report.claims import CLAIMS, load_claims
+from megatron_lowprec.report.curve import Status
 from megatron_lowprec.report.operand_tables import of_outputs
 from megatron_lowprec.report.published.ladder import gap_ladder, read_ladder
-from megatron_lowprec.report.runs import Status, find_runs
+from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.tables import Table, all_groups, gradient_norms, quality
 from megatron_lowprec.report.tables import claims as claims_table
 from megatron_lowprec.shipped import find

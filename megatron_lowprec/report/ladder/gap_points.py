@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lowprec.report.amounts import amount
+from megatron_lowprec.report.curve import Status
 from megatron_lowprec.report.groups import Group, non_embedding_parameters
 from megatron_lowprec.report.published.ladder import PublishedRun, gap_ladder
-from megatron_lowprec.report.runs import Status
 from megatron_lowprec.report.statistics import Fit
 
 _MOST_RECIPES = 8

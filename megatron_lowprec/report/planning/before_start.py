@@ -57,8 +57,7 @@ def _seeds(test: Test, jobs: Sequence[Job]) -> set[int]:
 
 def _tokens_per_parameter(job: Job) -> float:
     config = resolve_run(resolve_model(parse(job.arguments)[0]), job.processes, gpus=True)
-    tokens = job.train_iters * config.steps.global_batch_size * job.seq_length
-    return tokens / num_non_embedding_parameters(config)
+    return config.steps.samples * job.seq_length / num_non_embedding_parameters(config)
 
 
 def _ids(claims: Sequence[Claim]) -> str:

@@ -263,7 +263,12 @@ def earlier_values(options: Mapping[str, Any], config: Config, names: Collection
 
 def check_length(saved: Saved, config: TrainingOptions) -> None:
     """Reject a run that would end before the checkpoint it continues from: it would rewrite that run's records."""
-    iteration = saved.progress["iteration"]
+    iteration, consumed = saved.progress["iteration"], saved.progress["consumed_samples"]
+    if config.train_samples is not None and consumed > config.train_samples:
+        raise UserError(
+            f"--train-samples {config.train_samples}: checkpoint {saved.folder} has consumed {consumed} samples; give "
+            "at least as many, or evaluate it with megatron-lowprec eval"
+        )
     if config.train_iters is not None and iteration > config.train_iters:
         raise UserError(
             f"--train-iters {config.train_iters}: checkpoint {saved.folder} is at iteration {iteration}; give at least "

@@ -101,7 +101,9 @@ def keep_older_run(paths: RunPaths, config: CheckpointOptions) -> list[str]:
     moved: a new run replaces those of the same iteration, as Megatron does.
     """
     continues = not config.finetune and same_folder(config.load, paths.checkpoints)
-    old = [path for path in (paths.metrics, paths.quantization) if path.exists()]
+    # a folder of TensorBoard elsewhere may be shared by runs
+    board = paths.tensorboard if same_folder(paths.tensorboard.parent, paths.run) else paths.metrics
+    old = [path for path in dict.fromkeys((paths.metrics, paths.quantization, board)) if path.exists()]
     if paths.default and (old or storage.whole(str(paths.run / "checkpoints"))):
         old = [paths.run]
     if continues or not old:
@@ -139,14 +141,28 @@ def output_file(text: str) -> Path:
         argparse.ArgumentTypeError: the file cannot be written.
     """
     path = Path(text)
-    try:
-        check_folder(path.parent, "its folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except (UserError, OSError) as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+    _create(path.parent, text, "its folder")
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder; name a file in it")
     return path
+
+
+def output_folder(text: str) -> Path:
+    """argparse ``type`` for a tool's output folder; creates it immediately.
+
+    Raises:
+        argparse.ArgumentTypeError: it cannot be created or written to.
+    """
+    return _create(Path(text), text, "the folder")
+
+
+def _create(folder: Path, text: str, what: str) -> Path:
+    try:
+        check_folder(folder, what)
+        folder.mkdir(parents=True, exist_ok=True)
+    except (UserError, OSError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+    return folder
 
 
 def _short(name: str, longest: int = 120) -> str:

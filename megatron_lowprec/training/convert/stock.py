@@ -158,9 +158,7 @@ def _read_files(files: Sequence[Path], trust: bool) -> tuple[Namespace | None, W
         match = _RANK.match(file.parent.name)
         assert match is not None
         if match[3] is not None:
-            raise UserError(
-                f"{file.parent}: experts in files of ranks; convert it to torch_dist with Megatron-LM first"
-            )
+            raise _experts_in_ranks(file)
         by_rank[int(match[2] or 0), int(match[1])] = file
     stages = max(stage for stage, _ in by_rank) + 1
     ranks = max(rank for _, rank in by_rank) + 1
@@ -171,13 +169,19 @@ def _read_files(files: Sequence[Path], trust: bool) -> tuple[Namespace | None, W
     for stage in range(stages):
         contents = [_unpickled(by_rank[stage, rank], trust) for rank in range(ranks)]
         args = args or contents[0].get("args")
+        if getattr(args, "expert_model_parallel_size", None) not in (None, 1):  # without a pipeline no name shows it
+            raise _experts_in_ranks(by_rank[stage, 0])
         gated = bool(getattr(args, "swiglu", False))
         models = [key for key in contents[0] if re.fullmatch(r"model\d*", key)]
-        for place, key in enumerate(sorted(models)):
+        for place, key in enumerate(sorted(models, key=lambda key: int(key.removeprefix("model") or 0))):
             parts = [canonical({n: t for n, t in content[key].items() if is_weight(n)}) for content in contents]
             chunks.setdefault(place, []).append(_merged(parts, gated))
     # Interleaved: chunk 0 of every stage, then chunk 1 of every stage.
     return args, _numbered([chunk for place in sorted(chunks) for chunk in chunks[place]])
+
+
+def _experts_in_ranks(file: Path) -> UserError:
+    return UserError(f"{file.parent}: experts in files of ranks; convert it to torch_dist with Megatron-LM first")
 
 
 def _merged(parts: Sequence[Weights], gated: bool) -> Weights:

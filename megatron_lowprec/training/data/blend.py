@@ -37,6 +37,12 @@ def parse_blend(items: Sequence[str]) -> list[tuple[str, float | None]]:
             return None
 
     weights = [number(item) for item in items]
+    twice = {item for item, weight in zip(items, weights) if weight is None and items.count(item) > 1}
+    if twice:
+        raise UserError(
+            f"data paths {' '.join(items)}: {sorted(twice)[0]} is named twice, and its samples would be too; name it "
+            "once, with the sum of its weights"
+        )
     if all(w is None for w in weights):
         return [(item, None) for item in items]
     if len(items) % 2 or any(w is None for w in weights[::2]) or any(w is not None for w in weights[1::2]):
@@ -86,12 +92,17 @@ def resolve_phase(config: Config, total_samples: int) -> Config:
         if not 0 < share < 1:
             raise UserError(f"--data-phase-switch {share}: wants a share of the run between 0 and 1")
         samples = nearest_end(config.steps, share * total_samples)
-    if not 0 < samples < total_samples:
+    return replace(config, data_phase_switch_samples=samples)
+
+
+def check_phase(config: DataOptions, total_samples: int) -> None:
+    """Reject a switch of blends outside of the run, of which a resume may have consumed samples in other batches."""
+    samples = config.data_phase_switch_samples
+    if samples is not None and not 0 < samples < total_samples:
         raise UserError(
             f"the training data would change at sample {samples} of a run of {total_samples}: "
             "choose a --data-phase-switch inside of the run"
         )
-    return replace(config, data_phase_switch_samples=samples)
 
 
 def continued_phase(config: Config, saved: Mapping[str, Any], given: Collection[str]) -> tuple[Config, list[str]]:

@@ -126,7 +126,9 @@ def _file_batches(path: str, bytes_before: int) -> Iterator[Batch]:
 def _text(document: dict[str, object], key: str, where: str) -> str:
     if key not in document:
         found = ", ".join(map(repr, document)) or "none"
-        raise UserError(f"{where}: no key {key!r}; found: {found}; name the right one (--json-keys)")
+        remedy = "name the right one with megatron-lowprec preprocess --json-keys"
+        chat = ", or train on the conversations with --sft" if "messages" in document else ""
+        raise UserError(f"{where}: no key {key!r}; found: {found}; {remedy}{chat}")
     return checked_text(document[key], f"{where}: {key!r}")
 
 

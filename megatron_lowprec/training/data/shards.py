@@ -56,6 +56,8 @@ class Settings:
     fingerprint: str
     shard_documents: int
     append_eod: bool
+    title_key: str
+    text_key: str
 
 
 def prepare(
@@ -64,6 +66,8 @@ def prepare(
     tokenizer: Tokenizer,
     *,
     shard_documents: int,
+    title_key: str = "title",
+    text_key: str = "text",
     append_eod: bool = True,
     workers: int = 1,
     progress: Callable[[Progress], None] | None = None,
@@ -72,7 +76,8 @@ def prepare(
     """Write all missing shards and the manifest; returns the manifest.
 
     Args:
-        shard_documents: articles per shard; the last one may have fewer.
+        shard_documents: articles per shard; the last one may have fewer. Without any text in them there is no shard.
+        title_key, text_key: the keys that the source reads, which another call with this prefix must have too.
         workers: processes that tokenize.
         progress: called with the progress of all shards, including earlier calls'.
         report: called with messages about the results of earlier calls.
@@ -82,7 +87,14 @@ def prepare(
         OSError: a folder that cannot be written.
     """
     settings = Settings(
-        source.name, source.total, tokenizer.type_name, tokenizer.fingerprint, shard_documents, append_eod
+        source.name,
+        source.total,
+        tokenizer.type_name,
+        tokenizer.fingerprint,
+        shard_documents,
+        append_eod,
+        title_key,
+        text_key,
     )
     manifest = Path(f"{prefix}.manifest.json")
     if manifest.exists():
@@ -97,7 +109,7 @@ def prepare(
         if work.shards:
             report(f"going on after {len(work.shards)} whole shards, {work.count('documents')} documents")
         dropped = _write_shards(source, prefix, tokenizer, work, shard_documents, append_eod, workers, progress)
-        return work.finish(dropped)
+        return work.finish(*dropped)
 
 
 def _write_shards(
@@ -109,18 +121,23 @@ def _write_shards(
     append_eod: bool,
     workers: int,
     progress: Callable[[Progress], None] | None,
-) -> int:
-    """Write all missing shards; returns the number of duplicate titles after the last one."""
+) -> tuple[int, int]:
+    """Write all missing shards; returns the numbers of empty articles and of duplicate titles after the last one."""
     articles = source.articles(work.state)
+    empty = duplicates = 0  # since the last shard
     while True:
-        unseen = _Unseen(articles, work.titles, shard_documents, source.name)
-        batches = iter(unseen)
-        first = next(batches, None)
-        if first is None:
-            return unseen.duplicates
+        unseen = _Unseen(articles, work.titles, shard_documents, source.name, tokenizer)
+        batches, leading = iter(unseen), list[jsonl.Batch]()
+        while not unseen.has_text and (batch := next(batches, None)) is not None:
+            leading.append(batch)
+        if not unseen.has_text:  # a corpus without tokens cannot be written
+            empty, duplicates = empty + unseen.count, duplicates + unseen.duplicates
+            if not unseen.count:
+                return empty, duplicates
+            continue
         place = f"{prefix}-{len(work.shards):05d}_{_KEY}_document"
         (note,) = write_batches(
-            chain([first], batches),
+            chain(leading, batches),
             {_KEY: place},
             tokenizer,
             sources=[source.name],
@@ -129,7 +146,9 @@ def _write_shards(
             progress=_on_top(progress, work, source.total),
         )
         sums = {suffix: _sha256(place + suffix) for suffix in (".bin", ".idx")}
-        work.add(Shard(place, note.documents, note.tokens, note.empty, unseen.duplicates, sums), source.state())
+        counts = (note.documents, note.tokens, note.empty + empty, unseen.duplicates + duplicates)
+        work.add(Shard(place, *counts, sums), source.state())
+        empty = duplicates = 0
 
 
 def verify(manifest: Path) -> list[str]:
@@ -146,24 +165,32 @@ def verify(manifest: Path) -> list[str]:
 
 
 class _Unseen:
-    """The next articles of a source with unseen titles, up to a limit, as batches of JSON lines."""
+    """The next articles of a source with unseen titles, up to a limit, as batches of JSON lines.
 
-    def __init__(self, articles: Iterator[Article], titles: _Titles, limit: int, source: str) -> None:
-        self._articles, self._titles, self._left, self._source = articles, titles, limit, source
-        self.duplicates = 0
+    ``count`` of them were read so far, and ``has_text`` says whether any has tokens.
+    """
+
+    def __init__(
+        self, articles: Iterator[Article], titles: _Titles, limit: int, source: str, tokenizer: Tokenizer
+    ) -> None:
+        self._articles, self._titles, self._limit, self._source = articles, titles, limit, source
+        self._tokenizer = tokenizer
+        self.count = self.duplicates = 0
+        self.has_text = False
         self._lines_before = 0
 
     def __iter__(self) -> Iterator[jsonl.Batch]:
         lines: list[bytes] = []
         size = done = 0
-        while self._left:
+        while self.count < self._limit:
             article = next(self._articles, None)
             if article is None:
                 break
             if not self._titles.add(article.title):
                 self.duplicates += 1
                 continue
-            self._left -= 1
+            self.count += 1
+            self.has_text = self.has_text or bool(self._tokenizer.tokenize(article.text))
             lines.append(json.dumps({_KEY: article.text}).encode())
             size, done = size + len(lines[-1]), article.done
             if size >= _BATCH_BYTES:
@@ -246,12 +273,15 @@ class _Work:
         content = {"state": state, "titles": self.titles.kept, **self._content()}
         atomic_write(self._partial, json.dumps(content, indent=1) + "\n")
 
-    def finish(self, last_duplicates: int) -> dict[str, Any]:
+    def finish(self, last_empty: int, last_duplicates: int) -> dict[str, Any]:
         """Write the manifest and remove the files of an unfinished preparation."""
         totals = {name: self.count(name) for name in _COUNTS}
+        totals["empty"] += last_empty
         totals["duplicates"] += last_duplicates
         if not self.shards:
-            raise UserError(f"{self._settings.source}: no article in it; nothing was written")
+            raise UserError(
+                f"{self._settings.source}: no article with text under {self._settings.text_key!r}; nothing was written"
+            )
         prefixes = [os.path.basename(shard.prefix) for shard in self.shards]
         content = {**totals, "data_path": prefixes, **self._content()}
         atomic_write(Path(f"{self._prefix}.manifest.json"), json.dumps(content, indent=1) + "\n")

@@ -45,7 +45,9 @@ def has_experts(config: MoeOptions) -> bool:
 
 
 def has_bias(config: ModelOptions, site: LinearSite) -> bool:
-    """Whether a linear layer has a bias."""
+    """Whether a linear layer has a bias; Megatron-core gives the projections of latent attention none."""
+    if site.name.rpartition(".")[2].startswith(("linear_q_", "linear_kv_")):
+        return False
     return not config.disable_bias_linear or (config.add_qkv_bias and site.name.endswith("qkv"))
 
 

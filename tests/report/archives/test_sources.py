@@ -18,8 +18,9 @@ from megatron_lowprec.report.archives import columns, container, sources
 from megatron_lowprec.report.archives.columns import Column, RowTable
 from megatron_lowprec.report.archives.container import Content, write
 from megatron_lowprec.report.archives.packing import write_archive
+from megatron_lowprec.report.curve import Status
 from megatron_lowprec.report.groups import group_runs
-from megatron_lowprec.report.runs import Run, Status, find_runs
+from megatron_lowprec.report.runs import Run, find_runs
 from megatron_lowprec.report.statistics import Fit
 from tests.environment import ROOT
 from tests.report.synthetic import cell, write_run, write_sweep

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.config.paths import check_folder, output_file
+from megatron_lowprec.training.config.paths import check_folder, output_file, output_folder
 
 
 def test_an_output_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,6 +19,9 @@ def test_an_output_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytes
         output_file(str(tmp_path))
     with pytest.raises(argparse.ArgumentTypeError, match="file is a file"):
         output_file(str(file / "out.json"))
+    assert output_folder(str(tmp_path / "new/folder")).is_dir()
+    with pytest.raises(argparse.ArgumentTypeError, match="file is a file"):
+        output_folder(str(file))
     with pytest.raises(UserError, match=r"--out .*file is a file"):
         check_folder(file / "deep", "--out")
     monkeypatch.setattr("os.access", lambda path, mode: False)  # who runs the tests may be allowed everything

@@ -149,6 +149,25 @@ def test_logits_are_megatron_s(name: str, drive: Drive) -> None:
         torch.testing.assert_close(ours, logits, rtol=1e-4, atol=1e-4)
 
 
+def test_chunks_are_ordered_by_number(tmp_path: Path) -> None:
+    """Two stages of 12 chunks of one layer: layer 2 v + s is chunk v of stage s."""
+    layers = [{"decoder.layers.0.mlp.linear_fc2.weight": torch.tensor([[float(i)]])} for i in range(24)]
+    stages = {f"mp_rank_00_{s:03}": {f"model{v}": layers[2 * v + s] for v in range(12)} for s in range(2)}
+    write_ranks(tmp_path, Namespace(), stages)
+    found = stock.read(str(tmp_path)).weights
+    assert [found[f"decoder.layers.{i}.mlp.linear_fc2.weight"].item() for i in range(24)] == list(range(24))
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_{:03}", "mp_rank_00_000_{:03}"])
+def test_files_of_expert_ranks_are_refused(tmp_path: Path, name: str) -> None:
+    """Without a pipeline their names are those of its stages."""
+    weights = {"decoder.layers.0.mlp.linear_fc2.weight": torch.ones(1, 1)}
+    ranks = {name.format(rank): {"model": weights} for rank in range(2)}
+    write_ranks(tmp_path, Namespace(expert_model_parallel_size=2), ranks)
+    with pytest.raises(UserError, match="experts in files of ranks; convert it to torch_dist"):
+        stock.read(str(tmp_path))
+
+
 def test_norms_stored_less_one(drive: Drive) -> None:
     args, weights, logits = stock_model(MODELS["gpt"], Path("dist"))
     norms = [name for name in weights if "norm" in name and name.endswith("weight")]

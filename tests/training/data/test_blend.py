@@ -14,10 +14,10 @@ from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.data import batches
-from megatron_lowprec.training.data.blend import all_paths, continued_phase
+from megatron_lowprec.training.data.blend import all_paths, check_phase, continued_phase
 from megatron_lowprec.training.data.tokenizer import tokenizer_of
 from tests.training.conftest import Drive
-from tests.training.helpers import argv, losses
+from tests.training.helpers import argv, losses, rows
 
 FILES = {"low.jsonl": 0, "middle.jsonl": 80, "high.jsonl": 160}
 
@@ -120,12 +120,19 @@ def test_documents_held_out_are_held_out_of_both_blends(texts: Path) -> None:
         ({"data_phase_switch": 0.01, "data_phase_path": ["low.jsonl"]}, "at sample 0 of a run of 40"),
         ({"data_phase_switch_samples": 40, "data_phase_path": ["low.jsonl"]}, "at sample 40 of a run of 40"),
         ({"mock_data": True, "data_phase_switch": 0.5, "data_phase_path": ["x"]}, "--mock-data"),
+        ({"data_phase_switch": 0.5, "data_phase_path": ["1", "a", "2", "a"]}, "a is named twice"),
     ],
 )
 def test_phases_that_make_no_sense(texts: Path, changes: dict[str, Any], words: str) -> None:
     common: dict[str, Any] = {} if changes.get("mock_data") else {"train_data_path": ["low.jsonl"]}
+
+    def check() -> None:
+        config = resolved(**{**common, **changes})
+        all_paths(config)
+        check_phase(config, config.steps.samples)
+
     with pytest.raises(UserError, match=words):
-        resolved(**{**common, **changes})
+        check()
 
 
 def test_a_split_without_training_data_is_refused(texts: Path, drive: Drive) -> None:
@@ -177,6 +184,23 @@ def test_a_longer_run_changes_where_the_shorter_one_did(drive: Drive, texts: Pat
     assert "begins at sample 8, as the checkpoint's run had it, not at 16" in printed
     assert "from sample 8 on the second blend" in printed
     assert losses(Path("out")) == losses(Path("long"))
+
+
+def test_a_resume_of_a_smaller_batch_goes_on_behind_the_change(
+    drive: Drive, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common: dict[str, Any] = {
+        "mock_data": None,
+        "train_data_path": ["low.jsonl"],
+        "data_cache_path": "cache",
+        "data_phase_path": ["high.jsonl"],
+        "data_phase_switch_samples": 8,
+        "train_iters": 4,
+    }
+    drive(argv(save="out", exit_interval=3, **common))
+    assert " epochs" not in capsys.readouterr().out, "two blends have epochs of their own"
+    drive(argv(save="out", micro_batch_size=1, global_batch_size=1, **common))  # 4 samples, if all were of this batch
+    assert rows(Path("out"))[-1]["consumed samples"] == 13
 
 
 def test_a_sample_that_is_given_moves_the_change() -> None:

@@ -19,10 +19,27 @@ from tests.training.conftest import Drive
 from tests.training.helpers import LLAMA, argv
 
 
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "position_embedding_type": "rope",
+}
+
+
 @pytest.mark.parametrize(
     "changes",
-    [{}, LLAMA, {"num_experts": 4, "disable_bias_linear": True}, {"disable_bias_linear": True, "add_qkv_bias": True}],
-    ids=["gpt", "llama", "experts", "extras"],
+    [
+        {},
+        LLAMA,
+        {"num_experts": 4, "disable_bias_linear": True},
+        {"disable_bias_linear": True, "add_qkv_bias": True},
+        LATENT,
+    ],
+    ids=["gpt", "llama", "experts", "extras", "latent"],
 )
 def test_parameters_and_linear_layers(drive: Drive, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,28 @@ def test_an_older_run_s_rows_are_kept(tmp_path: Path) -> None:
         *("metrics.2.jsonl", "quantization.1.jsonl", "quantization.2.jsonl"),
     ]
     assert (paths.run / "quantization.2.jsonl").read_text() == "quantization.jsonl"
+
+
+def test_curves_of_an_older_run_are_moved_too(tmp_path: Path) -> None:
+    config, paths = run_paths(Config(save=str(tmp_path / "run")), "bf16")
+    paths.tensorboard.mkdir(parents=True)
+    (paths.tensorboard / "events").touch()
+    keep_older_run(paths, config)
+    assert [path.name for path in paths.run.iterdir()] == ["tensorboard.1"]
+    config, shared = run_paths(replace(config, tensorboard_dir=str(tmp_path / "boards")), "bf16")
+    shared.tensorboard.mkdir()
+    assert keep_older_run(shared, config) == [], "of several runs"
+
+
+def test_other_recipes_have_phases_of_the_run_s_length(drive: Drive, tmp_path: Path) -> None:
+    """--recipe-phase-iters keeps the step of a fraction: here 2 of 8, not 1 of 4."""
+    for name in ("own", "other"):
+        text = f"base: {'mxfp8' if name == 'own' else 'fp8_current'}\nphases: [{{from_fraction: 0.25, gemms: bf16}}]\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    flags = {"log_quantization_interval": 2, "log_quantization_also": str(tmp_path / "other.yaml"), "train_iters": 4}
+    drive(argv(save="out", recipe=str(tmp_path / "own.yaml"), recipe_phase_iters=8, no_save=True, **flags))
+    found = rows(Path("out"), "quantization.jsonl")
+    assert {(row["iteration"], row.get("recipe")) for row in found} == {(2, None), (2, "other")}
 
 
 def test_bf16_writes_no_quantization_log(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,6 @@ from megatron_lowprec.training.models.sizes import (
 from tests.training.conftest import Drive
 from tests.training.helpers import LLAMA, argv
 
-
 LATENT: dict[str, Any] = {
     "multi_latent_attention": True,
     "q_lora_rank": 24,

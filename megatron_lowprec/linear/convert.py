@@ -136,7 +136,8 @@ def convert(
         skip_slower: leave layers that were measured to be slower in FP8 than in bf16; only if all of their GEMMs are
             native on ``device`` in ``dtype``.
         device, dtype: where and in which dtype the GEMMs will run, if not those of the weights.
-        seed: seed of the random draws.
+        seed: of the random draws, which depend on paths below ``model``: give another to each of several models, or
+            parts of one, that are converted by themselves.
         data_parallel_rank: enters the key of random draws; by default the rank in ``group``, of those that hold shards
             of one weight that of their mesh; 0 in one process.
         group: data-parallel ranks, which hold the same layers, for the amaxes of delayed scaling; None for all ranks.

@@ -16,7 +16,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from megatron_lowprec.linear.backends.traced import TracedGemms, define, number_of, recipe_of
+from megatron_lowprec.linear.backends.traced import TracedGemms, define, number_of, numbered, recipe_of
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -82,7 +82,7 @@ def always_saved(operator: Any, *arguments: Any) -> torch.Tensor:
 
 def _begin_pass(identity: torch.Tensor, grad: bool) -> torch.Tensor:
     layer = _layers[int(identity)]
-    layer.histories.to(layer.weight.device)  # a wrapper may have moved the weight without a call of the layer
+    layer.histories.to(layer.stored_weight.device)  # a wrapper may have moved the weight without a call of the layer
     # compiled code runs within an autograd function of its own, which turns gradients off
     within = grad and not torch.is_grad_enabled()
     with torch.set_grad_enabled(grad or torch.is_grad_enabled()):
@@ -113,3 +113,20 @@ begin_pass = define(
 
 The mutation of ``identity`` keeps calls in order, and each of them.
 """
+
+
+def _record_weight(identity: torch.Tensor, at: torch.Tensor, weight: torch.Tensor) -> None:
+    layer_amax = numbered(int(at[0])).context.layer_amax
+    if layer_amax.records and "weight" in layer_amax.histories:
+        history, slot = layer_amax.histories["weight"]
+        history.update_amax(slot, weight.abs().amax().float())
+
+
+record_weight = define(
+    "record_weight",
+    "(Tensor(a!) identity, Tensor at, Tensor weight) -> ()",
+    _record_weight,
+    lambda identity, at, weight: None,
+    "cudagraph_unsafe",
+)
+"""Record the weight's amax for a pass without casts, which has no tokens; ``at`` of ``begin_pass``."""

@@ -170,7 +170,7 @@ class LayerGroup:
     Attributes:
         pending: whether a pass in training may have run since the last step; always, if ``captured``.
         captured: whether a CUDA graph holds a pass in training.
-        loaded: whether ``load_state_dict`` has run since the last pass in training; None at first.
+        loaded: whether ``load_state_dict`` has run since the last pass in training; None at first, unknown of others.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class LayerGroup:
     def _begin(self) -> None:
         self.loaded: bool | None = None
         self._layers: list[weakref.ref[Any]] = []
-        self.pending = self._deferred = self.captured = False
+        self.pending = self._deferred = self._followed = self.captured = False
         self._said: set[str] = set()
         _groups.append(weakref.ref(self))
         _follow_optimizers()
@@ -237,8 +237,9 @@ class LayerGroup:
         return [layer for reference in self._layers if (layer := reference()) is not None]
 
     def begin_pass(self, training: bool) -> None:
-        """Before a first pass: end a step that ended in a backward pass, and make loaded state equal on all ranks."""
-        self.catch_up()
+        """Before a first pass: end a step that no backward pass could end, and make loaded state equal on all ranks."""
+        self._followed = False  # of a backward pass that raised
+        self.catch_up(collective=training)  # one rank may evaluate alone
         if training:
             _stepping.clear()  # of steps that raised
             self._synchronize()
@@ -253,16 +254,31 @@ class LayerGroup:
         return any(id(p) in parameters for p in own()) or not any(p.requires_grad for p in own())
 
     def optimizer_stepped(self, parameters: set[int]) -> None:
-        """End the step if it is pending; in a backward pass, before the next forward pass."""
-        if self._deferred or not self.follows(parameters):
+        """End the step if it is pending; in a backward pass, behind that, when all gradients exist."""
+        if not (self._deferred or self.follows(parameters)):
             return
-        if in_backward_pass():  # not all gradients exist
+        if in_backward_pass():
             self._deferred = True
+            self.follow_backward_pass()
         else:
             self.end_step()
 
+    def follow_backward_pass(self) -> None:
+        """In a backward pass: let its end be that of a step whose optimizers step within.
+
+        The first call counts. A reentrant checkpoint has a pass of its own within, which ends too early: so also its
+        recomputation calls this, which comes before.
+        """
+        if not self._followed:
+            self._followed = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_pass_ended)
+
+    def _backward_pass_ended(self) -> None:
+        self._followed = False
+        self.catch_up()
+
     def catch_up(self, collective: bool = True) -> None:
-        """End a step whose optimizers stepped in the backward pass.
+        """End a step whose optimizers stepped in the backward pass, unless it has ended with that.
 
         Args:
             collective: whether all ranks make this call; else a step that spans ranks does not end.
@@ -305,7 +321,8 @@ class LayerGroup:
         if not (dist.is_available() and dist.is_initialized()):
             return []
         replicas = self.ranks or dist.distributed_c10d._get_default_group()
-        meshes = [layer.weight.device_mesh for layer in self.layers if is_dtensor(layer.weight)]
+        weights = [layer.stored_weight for layer in self.layers]
+        meshes = [weight.device_mesh for weight in weights if is_dtensor(weight)]
         shards = [group for mesh in dict.fromkeys(meshes) for group in mesh.get_all_groups()]
         groups: list[dist.ProcessGroup] = []
         for group in ([replicas] if self._distributed else []) + shards:
@@ -315,9 +332,11 @@ class LayerGroup:
         return groups
 
     def _synchronize(self) -> None:
-        """Give loaded state its maximum over the ranks, at first only histories; then collective.
+        """Give loaded state its maximum over the ranks; then collective, and with histories at first.
 
-        All ranks must call ``load_state_dict``; a broadcast from rank 0 may have left out the state of others.
+        A broadcast from rank 0 may have left out the state of others. Before the first pass some ranks may load
+        histories alone, as under DistributedDataParallel, which broadcasts weights. Else all call ``load_state_dict``:
+        layers with draws only may be stages of a pipeline, which have their first passes one after the other.
         """
         loaded, self.loaded = self.loaded, False
         if loaded is False or not self._spans_ranks:
@@ -332,8 +351,8 @@ class LayerGroup:
         histories = [history for layer in layers for history in layer.histories]
         if histories:
             self._reduce([state for history in histories for state in (history.in_effect, history.window)])
-        if loaded:
-            device = layers[0].weight.device
+        if histories or loaded:
+            device = layers[0].stored_weight.device
             counts = [torch.tensor(layer.passes.count, dtype=torch.float64, device=device) for layer in layers]
             self._reduce(counts)
             for layer, count in zip(layers, counts, strict=True):

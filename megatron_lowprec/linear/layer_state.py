@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -62,7 +62,7 @@ class StatefulLayer(nn.Module):
         """
         self.recipe, linear = recipe, recipe.at(place)
         self.recipe_key = recipe_key(linear)
-        self.histories, self.passes = LayerHistories(self.weight.device), PassCounter()
+        self.histories, self.passes = LayerHistories(self.stored_weight.device), PassCounter()
         self.group: LayerGroup | None = None
         self.rng_step = RngStep(0, 0)
         self.identity: torch.Tensor | None = None
@@ -79,6 +79,12 @@ class StatefulLayer(nn.Module):
         """The layer's GEMMs under its own recipe."""
         return LinearGemms(recipe, linear_id, seed, self.histories.of)
 
+    @property
+    def stored_weight(self) -> torch.Tensor:
+        """``weight``; of a parametrized one the tensor that it is computed from, in each read anew."""
+        parametrized: Any = self._modules.get("parametrizations", ())
+        return next(parametrized["weight"].parameters()) if "weight" in parametrized else self.weight
+
     # ---- passes
     def check_dtypes(self, x: torch.Tensor, dtype: torch.dtype) -> None:
         """Raise UserError if an input has another dtype than the weight."""
@@ -87,6 +93,13 @@ class StatefulLayer(nn.Module):
                 f"{self.linear_gemms.linear_id.name} with a weight of {dtype} got an input of {x.dtype}: convert one "
                 "of them, or use torch.autocast"
             )
+
+    def refuse_features(self, x: torch.Tensor, features: int) -> NoReturn:
+        """Raise UserError: GEMMs would pad an input of too few features with zeros."""
+        raise UserError(
+            f"{self.linear_gemms.linear_id.name} with a weight of {features} input features got an input of shape "
+            f"{tuple(x.shape)}: give it one whose last dimension is {features}"
+        )
 
     def begin_pass(self, own_node: bool = False) -> LinearGemms:
         """Before a forward pass: bring the state up to date. Returns the GEMMs of the pass, at ``rng_step``.
@@ -104,9 +117,11 @@ class StatefulLayer(nn.Module):
             _check_one_rank()
         training = is_training_pass(self.training)
         # a recomputation uses the scales of its first pass, even if optimizers step within the backward pass
-        if not in_backward_pass():
+        if in_backward_pass():
+            self.group.follow_backward_pass()
+        else:
             self.group.begin_pass(training)
-            self.histories.begin_pass(self.weight, training, self.group.captured)
+            self.histories.begin_pass(self.stored_weight, training, self.group.captured)
         if linear_gemms.recipe.random:
             if capturing():
                 raise UserError(
@@ -180,7 +195,7 @@ class StatefulLayer(nn.Module):
         """Before the histories are read or copied."""
         if self.group is not None:
             self.group.catch_up(collective=False)
-            self.histories.follow(self.weight)
+            self.histories.follow(self.stored_weight)
 
     def __getstate__(self) -> dict[str, Any]:
         self._catch_up()
@@ -192,11 +207,11 @@ class StatefulLayer(nn.Module):
         if self.group is not None:
             self.group.add(self)
             self.identity = identity_of(self)
-            self.histories.belong_to(self.weight)
+            self.histories.belong_to(self.stored_weight)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self.histories.to(self.weight.device)
+        self.histories.to(self.stored_weight.device)
         return self
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.compiled import traced_gemms, traced_pass
+from megatron_lowprec.linear.compiled import record_weight, traced_gemms, traced_pass
 from megatron_lowprec.linear.layer_state import StatefulLayer, title, without_autocast
 from megatron_lowprec.linear.layer_tensors import SavedForBackward, backward_gemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
@@ -121,6 +121,8 @@ class LowPrecLayer(StatefulLayer):
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         if x.dtype != weight.dtype:
             self.check_dtypes(x, weight.dtype)
+        if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
+            self.refuse_features(x, weight.shape[-1])
         if torch._C._are_functorch_transforms_active():  # a compiled jvp would be 0
             refuse(title(self.linear_gemms), "torch.func")
         flat = x.reshape(-1, x.shape[-1])
@@ -181,6 +183,8 @@ def _traced(
     linear_gemms = traced_gemms(key, weight.device, weight.dtype, tuple(weight.shape))
     at = traced_pass(identity, grad)
     if x.shape[0] == 0:  # a graph of its own, with empty or zero results
+        if update_amax and at is not None:
+            record_weight(identity, at, weight.detach())
         return nn.functional.linear(x, weight, bias)
     y: torch.Tensor = _LinearFunction.apply(x, weight, bias, linear_gemms, at, update_amax)
     return y

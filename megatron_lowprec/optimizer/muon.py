@@ -5,7 +5,7 @@ torch's own Muon orthogonalizes. It takes whole matrices; a ``Matrix`` says how 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,16 @@ class Matrix:
         return whole
 
 
+class _Transposed(Matrix):
+    """A matrix whose weight is stored as [in, out]."""
+
+    def whole(self, update: torch.Tensor | None) -> torch.Tensor | None:
+        return None if update is None else update.t()
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.t()
+
+
 class _Update(NamedTuple):
     """Of a matrix that is in ``weight``, whole, before it is orthogonalized."""
 
@@ -51,27 +61,46 @@ class _Update(NamedTuple):
 def matrices_of_linears(model: nn.Module, others: Collection[nn.Parameter] = ()) -> list[Matrix]:
     """Trained weights of a model's linear layers, converted or not, but of those tied to an embedding.
 
+    ``Conv1D`` of transformers is a linear layer. A weight of several layers is one matrix.
+
     Args:
         others: weights that AdamW is to update, such as the output layer's.
 
     Raises:
-        UserError: a weight is a DTensor, of which ranks hold parts.
+        UserError: there is no such weight, or one is a DTensor, of which ranks hold parts.
     """
-    embeddings = {layer.weight for layer in model.modules() if isinstance(layer, nn.Embedding)}
-    found = []
+    left = {layer.weight for layer in model.modules() if isinstance(layer, nn.Embedding)} | set(others)
+    found: dict[torch.Tensor, Matrix] = {}
     for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and layer.weight.requires_grad and layer.weight not in embeddings | set(others):
-            if hasattr(layer.weight, "device_mesh"):
-                raise UserError(
-                    f"{name}.weight is a DTensor, and Muon updates whole matrices: train with replicated weights "
-                    "(DistributedDataParallel), or with AdamW"
-                )
-            found.append(Matrix(layer.weight))
-    return found
+        kind = _kind_of(layer)
+        if kind is None or not layer.weight.requires_grad or layer.weight in left:
+            continue
+        if hasattr(layer.weight, "device_mesh"):
+            raise UserError(
+                f"{name}.weight is a DTensor, and Muon updates whole matrices: train with replicated weights "
+                "(DistributedDataParallel), or with AdamW"
+            )
+        found.setdefault(layer.weight, kind(layer.weight))
+    if not found:
+        raise UserError(
+            "the model has no linear layer with a trained weight of its own, so AdamW would update all weights: "
+            "use torch.optim.AdamW, or pass Muon a list of Matrix(weight)"
+        )
+    return list(found.values())
+
+
+def _kind_of(layer: nn.Module) -> type[Matrix] | None:
+    """Of a linear layer's weight; None for another layer."""
+    if isinstance(layer, nn.Linear):
+        return Matrix
+    kinds = ((kind.__module__, kind.__name__) for kind in type(layer).__mro__)  # a converted layer has several
+    return _Transposed if ("transformers.pytorch_utils", "Conv1D") in kinds else None
 
 
 class Muon(torch.optim.Optimizer):
     """``torch.optim.Muon`` of ``matrices``, ``torch.optim.AdamW`` of the other weights.
+
+    ``state[weight]["step"]`` counts a weight's updates.
 
     Args:
         params: all weights, as for any optimizer of torch.
@@ -110,13 +139,30 @@ class Muon(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all weights with gradients; collective where ranks hold parts of a matrix."""
-        assert closure is None
-        groups = {}
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all weights with gradients; collective where ranks hold parts of a matrix.
+
+        Args:
+            closure: computes the gradients and returns the loss, as for any optimizer of torch.
+
+        Returns:
+            What ``closure`` returned; None without one.
+
+        Raises:
+            UserError: a matrix with a gradient is not among the weights.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = {weight: group for group in self.param_groups for weight in group["params"]}
+        for foreign in (each for each in self.matrices if each.grad is not None and each not in groups):
+            raise UserError(
+                f"a matrix of shape {tuple(foreign.shape)} has a gradient and is not in Muon's params: pass params "
+                "that hold all matrices, such as model.parameters()"
+            )
         for group in self.param_groups:
-            groups.update(dict.fromkeys(group["params"], group))
-            # one count for all, in the group as TransformerEngine's optimizers have it, and in the state as torch's
+            # as TransformerEngine's optimizers count; Megatron-core saves it
             group["step"] = group.get("step", 0) + 1
             self._update_others(group)
         updates, entries = list[_Update](), 0
@@ -125,7 +171,7 @@ class Muon(torch.optim.Optimizer):
             if weight is not None:
                 if weight.grad is None:
                     continue
-                (buffer,) = self._state(weight, groups[weight]["step"], ("momentum_buffer",))
+                (buffer,) = self._state(weight, ("momentum_buffer",))
                 self.state[weight]["step"] += 1
                 buffer.lerp_(weight.grad, 1 - self._momentum)
                 update = weight.grad.lerp(buffer, self._momentum) if self._nesterov else buffer
@@ -141,10 +187,24 @@ class Muon(torch.optim.Optimizer):
                 self._change(updates)
                 updates, entries = [], 0
         self._change(updates)
+        return loss
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As any optimizer of torch.
+
+        A weight without updates takes its group's count, the only one that Megatron-core's distributed optimizer sets
+        where TransformerEngine is installed.
+        """
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for weight in (weight for weight in group["params"] if weight in self.state):
+                count = float(self.state[weight].get("step", 0.0)) or float(group.get("step", 0))
+                self.state[weight]["step"] = torch.tensor(count, dtype=torch.float32, device=weight.device)
 
     def _update_others(self, group: dict[str, Any]) -> None:
         weights = [p for p in group["params"] if p.grad is not None and p not in self.matrices]
-        averages = [self._state(weight, group["step"], ("exp_avg", "exp_avg_sq")) for weight in weights]
+        averages = [self._state(weight, ("exp_avg", "exp_avg_sq")) for weight in weights]
         (beta1, beta2), steps = group["betas"], [self.state[weight]["step"] for weight in weights]
         adamw(
             weights,
@@ -163,13 +223,12 @@ class Muon(torch.optim.Optimizer):
             maximize=False,
         )
 
-    def _state(self, weight: torch.Tensor, step: int, names: tuple[str, ...]) -> list[torch.Tensor]:
-        """Tensors of a weight's state; sets the state's count to the one before ``step``."""
+    def _state(self, weight: torch.Tensor, names: tuple[str, ...]) -> list[torch.Tensor]:
+        """Tensors of a weight's state, zeros before its first update."""
         state = self.state[weight]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
             state |= {name: torch.zeros_like(weight) for name in names}
-        state["step"].fill_(step - 1)
         return [state[name] for name in names]
 
     def _change(self, updates: Sequence[_Update]) -> None:

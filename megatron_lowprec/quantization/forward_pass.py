@@ -23,12 +23,15 @@ def is_training_pass(training: bool) -> bool:
     """Whether a forward pass of a module in mode ``training`` belongs to a step of training.
 
     With gradients it does, and within the forward pass of an autograd function, which may be a reentrant checkpoint: it
-    turns gradients off and recomputes in the backward pass. Under ``torch.no_grad`` a pass is evaluation.
+    turns gradients off and recomputes in the backward pass. Under ``torch.no_grad`` a pass is evaluation, unless in a
+    reentrant checkpoint: its first pass cannot tell, so nor may its recomputation.
     """
     if not training or torch.is_inference_mode_enabled():
         return False
     # torch.no_grad leaves forward-mode gradients on, an autograd function turns off both
-    return torch.is_grad_enabled() or not torch._C._is_fwd_grad_enabled()
+    if torch.is_grad_enabled() or not torch._C._is_fwd_grad_enabled():
+        return True
+    return in_backward_pass() and _checkpoint() is None
 
 
 class _Pass(NamedTuple):

@@ -66,20 +66,25 @@ def quantize(
         A tensor with codes, decode scales and ``dequantize`` in the layout of x.
 
     Raises:
-        UserError: stochastic rounding without ``random``; a correction without ``group``; x of integers,
-            zero-dimensional, or without entries along ``axis``; a ``spec`` of another type.
+        UserError: stochastic rounding without ``random``, or draws of another shape; a correction without ``group``; x
+            of integers or FP8, zero-dimensional, without ``axis``, or without entries along it; a ``spec`` of another
+            type.
     """
     if not isinstance(spec, QuantSpec):
         raise UserError(f"quantize got {type_of(spec)} as spec: give a QuantSpec, such as a recipe's fprop.input")
-    if not x.is_floating_point():
-        raise UserError(f"quantize takes floating-point tensors, got {x.dtype}: convert it first")
+    if not x.is_floating_point() or x.dtype.itemsize == 1:
+        raise UserError(f"quantize takes floating-point tensors of 16 bits or more, got {x.dtype}: convert it first")
     if x.dim() == 0:
         raise UserError("quantize takes tensors of one dimension or more, got a single number: use x.view(1)")
+    if not isinstance(axis, int) or not -x.dim() <= axis < x.dim():
+        raise UserError(f"quantize got axis {axis}, but the tensor has {x.dim()} dimensions, numbered from 0")
     if x.shape[axis] == 0:
         raise UserError(f"quantize got a tensor of shape {tuple(x.shape)}, which has no entries along axis {axis}")
     last = x.movedim(axis, -1)
     matrix = last.reshape(-1, last.shape[-1])
     if isinstance(random, torch.Tensor):
+        if random.shape[-x.dim() :] != x.shape:
+            raise UserError(f"quantize got draws of shape {tuple(random.shape)} for a tensor of {tuple(x.shape)}")
         of_x = axis if axis < 0 else axis - x.dim()  # two candidates' draws have a dimension more
         random = random.movedim(of_x, -1).reshape(*random.shape[: random.dim() - x.dim()], *matrix.shape)
     stream = RandomStream((0, 0)) if random is None and not spec.random else random

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.recipe.recipe import Recipe
-from megatron_lowprec.recipe.registry import get_recipe, recipes
+from megatron_lowprec.recipe.registry import get_recipe, is_path, recipes
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from megatron_lowprec.recipe.serialization import (
     build as build,
@@ -40,7 +40,7 @@ def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
         UserError: unknown recipe or file, with the nearest names; as ``overridden``.
     """
     path = find(name_or_file, "" if name_or_file in recipes() else "configs/recipes")
-    recipe = _from_file(path) if _is_file(str(path)) else _named_recipe(name_or_file)
+    recipe = _from_file(path) if is_path(str(path)) else _named_recipe(name_or_file)
     return overridden(recipe, overrides)
 
 
@@ -65,10 +65,13 @@ def overridden(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     recipe's name, so that no log shows a published name for a changed recipe; summary and source are marked likewise.
 
     Raises:
-        UserError: unknown field, with the nearest names; a value of the wrong type or not among its choices.
+        UserError: unknown field, with the nearest names; a value of the wrong type or not among its choices; one
+            override that is in no list.
     """
     if not overrides:
         return recipe
+    if isinstance(overrides, str):
+        raise UserError(f"overrides are {overrides!r}, but must be a list such as [{overrides!r}]")
     data = recipe_to_dict(recipe)
     given = set()
     for override in overrides:
@@ -173,11 +176,6 @@ def _named_recipe(text: str) -> Recipe:
         gradients=state.gradients,
         fp8_weights=state.fp8_weights,
     )
-
-
-def _is_file(name: str) -> bool:
-    """Whether a recipe's name is a path: recipe names have no slash."""
-    return name.endswith((".yaml", ".yml")) or "/" in name
 
 
 def _from_file(path: Path) -> Recipe:

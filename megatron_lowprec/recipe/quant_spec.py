@@ -26,6 +26,8 @@ HADAMARD_BLOCKS = (16, 32, 64, 128, 256)
 FIXED_SIGNS = {"nvfp4": (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)}
 """Sign vectors that all layers share: ``nvfp4`` is TransformerEngine's."""
 _EXACT_BITS = 8  # of the significand in bf16
+_LEAST, _MOST = 2.0**-63, 2.0**63  # factors of both operands are multiplied in fp32
+_RANGE = "fp32 takes 2^-63 to 2^63"
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ class ScaleSpec:
                 f"granularity {self.granularity} was asked with {self.format} scales, which need blocks such as 1x32; "
                 "power-of-two scales of whole rows or tensors are format fp32 with rule amax_pow2"
             )
-        if not 0.0 <= self.amax_floor < float("inf"):
-            raise UserError(f"amax_floor is {self.amax_floor}, but must be 0 or a positive number")
+        if not 0.0 <= self.amax_floor <= _MOST:
+            raise UserError(f"amax_floor is {self.amax_floor}, but must be 0 or a positive number up to 2^63")
         if self.format != "fp32" and self.amax_floor:
             raise UserError(f"amax_floor {self.amax_floor} has no effect on {self.format} scales; leave it at 0")
         if self.rounding == "stochastic" and self.format not in CODED_SCALE_FORMATS:
@@ -108,8 +110,10 @@ class ScaleSpec:
                     f"{name} {value} was asked for {self.format} scales; it belongs to format "
                     f"{', '.join(CODED_SCALE_FORMATS)}: use one of them, or leave it out"
                 )
-        if self.block_target is not None and not 0.0 < self.block_target < float("inf"):
-            raise UserError(f"block_target is {self.block_target}, but must be a positive number such as 4.0, or null")
+        if self.block_target is not None and not _LEAST <= self.block_target <= _MOST:
+            raise UserError(
+                f"block_target is {self.block_target}, but must be a positive number such as 4.0, or null; {_RANGE}"
+            )
 
 
 @dataclass(frozen=True)
@@ -136,8 +140,8 @@ class TensorScaleSpec:
             block = None
         if block is None and self.granularity != "tensor":
             raise UserError(f"granularity is {self.granularity!r}, but must be tensor or ROWSxCOLUMNS such as 1x128")
-        if not 0.0 < self.target < float("inf"):
-            raise UserError(f"target is {self.target}, but must be a positive number such as 2688.0")
+        if not _LEAST <= self.target <= _MOST:
+            raise UserError(f"target is {self.target}, but must be a positive number such as 2688.0; {_RANGE}")
 
 
 @dataclass(frozen=True, init=False)
@@ -233,8 +237,8 @@ class QuantSpec:
             raise UserError(f"format is {self.format!r}, but must be one of {', '.join(ELEMENT_FORMATS)}")
         if not 1 <= self.random_bits <= 16:
             raise UserError(f"random_bits is {self.random_bits}, but a draw has 1 to 16 bits")
-        if not 0.0 < self.headroom <= 1.0:
-            raise UserError(f"headroom is {self.headroom}, but must lie above 0 and not above 1")
+        if not _LEAST <= self.headroom <= 1.0:
+            raise UserError(f"headroom is {self.headroom}, but must lie above 0 and not above 1; {_RANGE}")
         coded = self.scale_format in CODED_SCALE_FORMATS
         if coded and (bits := _significant_bits(self.format, self.scale_format)) > _EXACT_BITS:
             raise UserError(
@@ -247,8 +251,8 @@ class QuantSpec:
                 f"{', '.join(CODED_SCALE_FORMATS)}: set one of them as scale.format, or tensor_scale=null"
             )
         self._check_coded()
-        if self.margin < 0 or (self.margin and self.scaling != "delayed"):
-            raise UserError(f"margin {self.margin} was asked; it is a number from 0 up, for scaling delayed only")
+        if not 0 <= self.margin <= 63 or (self.margin and self.scaling != "delayed"):
+            raise UserError(f"margin {self.margin} was asked; it is a number from 0 to 63, for scaling delayed only")
         if self.scaling == "delayed" and not self.has_tensor_amax:
             raise UserError(
                 f"scaling delayed was asked with granularity {self.granularity} and {self.scale_format} scales; a "
@@ -330,6 +334,12 @@ class QuantSpec:
     def folds_scale(self) -> bool:
         """Whether an element times its block's scale is exact in bf16, but for its range: power-of-two or coded."""
         return self.power_of_two_scale or self.scale.format in CODED_SCALE_FORMATS
+
+    @property
+    def sum_width(self) -> int | None:
+        """Entries along the contracted dimension in a partial sum that a scale multiplies; None if none does."""
+        scaled = self.outer_block or (None if self.folds_scale else self.block)
+        return None if scaled is None else scaled[1]
 
     @property
     def shares_directions(self) -> bool:

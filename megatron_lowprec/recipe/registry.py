@@ -22,10 +22,17 @@ _entry_points_loaded = False
 
 
 def register_recipe(recipe: Recipe) -> Recipe:
-    """Add ``recipe`` under its name and return it; UserError if another recipe has the name."""
+    """Add ``recipe`` under its name and return it; UserError if another has the name, or if it is empty or a path."""
+    if not recipe.name or is_path(recipe.name):
+        raise UserError(f"a recipe is named {recipe.name!r}, which is empty or a path: give it one such as my_recipe")
     if _RECIPES.setdefault(recipe.name, recipe) != recipe:
         raise UserError(f"a recipe named {recipe.name!r} is registered already; give the new one another name")
     return recipe
+
+
+def is_path(name: str) -> bool:
+    """Whether a recipe's name is the path of a file: recipe names have no slash."""
+    return name.endswith((".yaml", ".yml")) or "/" in name
 
 
 def _load_entry_points() -> None:
@@ -61,7 +68,7 @@ def get_recipe(name: str) -> Recipe:
     if name not in known:
         near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else "--list-recipes prints them all"
-        if name.endswith((".yaml", ".yml")):
+        if is_path(name):
             hint = "megatron_lowprec.recipe.parsing.load_recipe reads a file"
         raise UserError(f"there is no recipe {name!r}: {hint}")
     return _RECIPES[name]

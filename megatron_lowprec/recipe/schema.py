@@ -176,6 +176,13 @@ def _check_gemm(gemm: str, spec: GemmSpec) -> None:
             f"{gemm} has a Hadamard transform and no quantized operand: set {gemm}.hadamard=null, or quantize "
             f"{' or '.join(operands)}"
         )
+    first, second = (quant and quant.sum_width for quant in (getattr(spec, operand) for operand in operands))
+    if first and second and first != second:
+        raise UserError(
+            f"{gemm} has a scale for {first} columns of {operands[0]} and one for {second} of {operands[1]}, but each "
+            "partial sum has one of both: give them blocks of equal columns, or one of them granularity row or "
+            "scale_rule amax_pow2"
+        )
     for operand in operands:
         quant: QuantSpec | None = getattr(spec, operand)
         if quant is not None and quant.scaling == "delayed" and spec.hadamard is not None:

@@ -227,13 +227,15 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         places = [where] * len(value)
         if dataclasses.is_dataclass(parts[0]):
             places = [f"{where}[{i}]" for i in range(len(value))]
+            for place in (place for place, item in zip(places, value, strict=True) if item is None):
+                raise UserError(f"{place} is empty: give it fields, or leave it out")
         return tuple(_value(parts[0], item, place) for item, place in zip(value, places, strict=True))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not fits(value, hint):
         note = ""
         if hint is float and isinstance(value, str):
-            note = "; YAML reads a number without a point, such as 3e-4, as text: write 3.0e-4"
+            note = "; YAML reads a number without a point, such as 3e-4, as text: write 3.0e-4, and 1.0e+6 with a sign"
         elif hint is int and isinstance(value, str) and re.fullmatch(r"[0-9.]+e[0-9]+", value):
             note = "; YAML reads 33e9 as text: write 33_000_000_000"
         raise UserError(f"{where} is {value!r} ({type(value).__name__}), but must be {hint.__name__}{note}")

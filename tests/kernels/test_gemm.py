@@ -51,6 +51,13 @@ def test_plain_product_is_rounded_once(dtype: torch.dtype, generator: torch.Gene
     assert torch.equal(got, exact_product(a, b).to(dtype))
 
 
+@pytest.mark.parametrize("columns", [(4, 8), (8, 4)])
+def test_operands_of_other_columns_are_refused(columns: tuple[int, int]) -> None:
+    a, b = (torch.ones(2, each) for each in columns)
+    with pytest.raises(ValueError, match=f"equal columns, got {columns[0]} and {columns[1]}"):
+        gemm(a, b, a_scale=torch.ones(1, 1), out_dtype=torch.float32)
+
+
 def test_bf16_operands_are_summed_in_fp32() -> None:
     # a bf16 accumulator of ones stays at 256, whose neighbour is 258
     ones = torch.ones(1, 1000, dtype=torch.bfloat16)

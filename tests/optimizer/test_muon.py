@@ -12,6 +12,7 @@ from torch import nn
 from megatron_lowprec import convert
 from megatron_lowprec.optimizer import muon
 from megatron_lowprec.optimizer.muon import Matrix, Muon, matrices_of_linears
+from tests.refusal import refused
 
 LR, DECAY = 0.02, 0.1
 
@@ -126,3 +127,93 @@ def test_converted_layers_train_and_resume(recipe: str) -> None:
     again.load_state_dict(saved[0])
     fresh.load_state_dict(saved[1])
     assert train(again, fresh, 4) == rest
+
+
+def test_a_weight_of_two_layers_is_updated_once() -> None:
+    layers = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+    shared = layers[1].weight = layers[0].weight
+    alone = nn.Parameter(shared.detach().clone())
+    steps(Muon([shared], matrices_of_linears(nn.Sequential(*layers)), LR), Muon([alone], [Matrix(alone)], LR))
+    assert torch.equal(shared, alone)
+
+
+@pytest.mark.parametrize("recipe", ["", "fp8_current"])
+@pytest.mark.parametrize("sizes", [(64, 128), (128, 64)])
+def test_a_conv1d_moves_as_the_linear_layer_that_it_is(sizes: tuple[int, int], recipe: str) -> None:
+    """The rate follows from rows and columns of the layer's matrix, which is stored transposed."""
+    utils = pytest.importorskip("transformers.pytorch_utils")
+    model = nn.Sequential(utils.Conv1D(sizes[1], sizes[0]))
+    if recipe:
+        convert(model, recipe)
+    stored = model.get_parameter("0.weight")
+    plain = nn.Parameter(stored.detach().t().clone())
+    ours = Muon(model.parameters(), matrices_of_linears(model), LR, adjust_lr_fn="original")
+    theirs = Muon([plain], [Matrix(plain)], LR, adjust_lr_fn="original")
+    for seed in range(3):
+        plain.grad = torch.randn(plain.shape, generator=torch.Generator().manual_seed(seed))
+        stored.grad = plain.grad.t().contiguous()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(stored, plain.t(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_without_a_matrix_is_refused() -> None:
+    with refused("no linear layer with a trained weight", "torch.optim.AdamW"):
+        matrices_of_linears(nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4)))
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_weight_whose_first_gradient_is_late_counts_its_own_updates(number: int) -> None:
+    """Also behind a checkpoint."""
+    mine, theirs = weights(), weights()
+    ours, torchs = Muon(mine, [], LR, DECAY), torch.optim.AdamW(theirs, LR, weight_decay=DECAY, fused=True)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(6):
+        for place, several in enumerate(zip(mine, theirs, strict=True)):
+            grad = torch.randn(several[0].shape, generator=generator)
+            for weight in several:
+                weight.grad = None if place == number and step < 2 else grad.clone()
+        if step == 4:
+            saved = ours.state_dict()
+            ours = Muon(mine, [], LR, DECAY)
+            ours.load_state_dict(saved)
+        ours.step()
+        torchs.step()
+    assert all(torch.equal(got, want) for got, want in zip(mine, theirs, strict=True))
+
+
+def test_a_checkpoint_may_have_the_count_in_groups_alone() -> None:
+    """As Megatron-core's distributed optimizer loads it beside TransformerEngine."""
+    mine = weights()
+    first = Muon(mine, [Matrix(mine[0])])
+    steps(first)
+    saved = copy.deepcopy(first.state_dict())
+    for state in saved["state"].values():
+        state["step"].zero_()
+    again = Muon(mine, [Matrix(mine[0])])
+    again.load_state_dict(saved)
+    assert [float(again.state[weight]["step"]) for weight in mine] == [4.0] * 3
+
+
+def test_a_closure_computes_gradients_and_loss() -> None:
+    layer = nn.Linear(4, 4)
+    optimizer = Muon(layer.parameters(), matrices_of_linears(layer), LR)
+    before = layer.weight.detach().clone()
+
+    def closure() -> float:
+        loss = layer(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    assert optimizer.step(closure) > 0
+    assert not torch.equal(layer.weight, before)
+    assert optimizer.step() is None
+
+
+def test_a_matrix_that_is_no_weight_of_the_optimizer_is_refused() -> None:
+    mine = weights()
+    optimizer = Muon(mine[1:], [Matrix(weight) for weight in mine[:2]], LR)
+    optimizer.step()  # it has no gradient
+    mine[0].grad = torch.ones_like(mine[0])
+    with refused("a matrix of shape (24, 16)", "not in Muon's params"):
+        optimizer.step()

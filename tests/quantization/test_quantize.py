@@ -31,6 +31,7 @@ from megatron_lowprec.recipe.registry import (
     MXFP8_OCP,
 )
 from megatron_lowprec.scaling import CODED_SCALE_FORMATS
+from tests.refusal import refused
 
 
 def specs_of_recipes() -> list[QuantSpec]:
@@ -262,3 +263,23 @@ def test_a_parameter_is_quantized_outside_of_autograd(generator: torch.Generator
     q = quantize(torch.nn.Parameter(torch.randn(4, 64, generator=generator)), MXFP8)
     assert not q.elements.requires_grad
     assert not q.dequantize().requires_grad
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "message"),
+    [
+        (torch.ones(4, 64), {"axis": 3}, "quantize got axis 3, but the tensor has 2 dimensions, numbered from 0"),
+        (torch.ones(4, 64), {"axis": -3}, "quantize got axis -3"),
+        (torch.ones(4, 64), {"axis": None}, "quantize got axis None"),
+        (
+            torch.ones(4, 64).to(torch.float8_e4m3fn),
+            {},
+            "of 16 bits or more, got torch.float8_e4m3fn: convert it first",
+        ),
+        (torch.ones(4, 64), {"random": torch.zeros(64)}, "draws of shape (64,) for a tensor of (4, 64)"),
+        (torch.ones(4, 64), {"random": torch.zeros(64, 4)}, "draws of shape (64, 4) for a tensor of (4, 64)"),
+    ],
+)
+def test_what_quantize_does_not_take_is_refused(x: torch.Tensor, options: dict[str, Any], message: str) -> None:
+    with refused(message):
+        quantize(x, MXFP4_SR, **{"random": STREAM, **options})

@@ -125,6 +125,9 @@ def test_an_operand_can_be_added_and_removed() -> None:
         ("dgrad.hadamard.block=true", "dgrad.hadamard.block is True (bool), but must be int"),
         ("dgrad.hadamard.block=", "dgrad.hadamard.block is None (NoneType), but must be int"),
         ("dgrad.hadamard.block.x=1", "dgrad.hadamard.block is {'x': 1} (dict), but must be int"),
+        ("dgrad.weight.headroom=1.0e6", "as text: write 3.0e-4, and 1.0e+6 with a sign"),
+        ("rules=[null, {first: 1}]", "rules[0] is empty: give it fields, or leave it out"),
+        ("phases=[{from_step: 1, rules: [{first: 1}, null]}]", "phases[0].rules[1] is empty"),
         ("dgrad.weight.headroom=3e-1", "YAML reads a number without a point, such as 3e-4, as text: write 3.0e-4"),
         ("dgrad.weight.headroom=2.0", "headroom is 2.0, but must lie above 0"),
         ("dgrad.weight.rounding=[1]", "dgrad.weight.rounding is [1] (list), but must be str"),
@@ -146,6 +149,11 @@ def test_an_operand_can_be_added_and_removed() -> None:
 def test_bad_override_is_one_line(override: str, message: str) -> None:
     with refused(message):
         load_recipe("mxfp4_rht_sr", [override])
+
+
+def test_an_override_in_no_list_is_refused() -> None:
+    with refused("overrides are 'fprop=null', but must be a list such as ['fprop=null']"):  # not each of its letters
+        load_recipe("mxfp8", "fprop=null")
 
 
 def test_old_field_names_are_read_with_a_warning(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from megatron_lowprec import (
     register_recipe,
 )
 from megatron_lowprec.recipe import registry
+from tests.refusal import refused
 
 # One operand a word: FORMAT:tile:scales[:more]; "-" is the compute dtype. Columns: fprop x w, dgrad dy w, wgrad dy x.
 CURRENT, CURRENT_GRAD = "e4m3:tensor:amax", "e5m2:tensor:amax"
@@ -202,6 +203,14 @@ def test_register_recipe() -> None:
     assert get_recipe("mine") == mine
     with pytest.raises(UserError, match="'mxfp4' is registered already"):
         register_recipe(Recipe("mxfp4", "not the published one"))
+
+
+@pytest.mark.usefixtures("own_registry")
+@pytest.mark.parametrize("name", ["", "a/b", "x.yaml", "x.yml"])
+def test_a_name_that_load_recipe_reads_as_a_path_is_refused(name: str) -> None:
+    with refused(f"a recipe is named {name!r}, which is empty or a path"):
+        register_recipe(Recipe(name, "for a test"))
+    assert name not in recipes()
 
 
 @pytest.mark.usefixtures("own_registry")

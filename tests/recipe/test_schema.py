@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from megatron_lowprec import GemmSpec, HadamardSpec, KeepBf16, QuantSpec, Recipe, UserError
+from megatron_lowprec import GemmSpec, HadamardSpec, KeepBf16, LowPrecLinear, QuantSpec, Recipe, UserError
 from megatron_lowprec.formats import ELEMENT_FORMATS
 from megatron_lowprec.recipe.quant_spec import FIXED_SIGNS, ScaleSpec, TensorScaleSpec
-from megatron_lowprec.recipe.recipe import OptimizerSpec
+from megatron_lowprec.recipe.recipe import OptimizerSpec, Rule
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from megatron_lowprec.scaling import SCALE_FORMATS, scale_rules
 from tests.refusal import refused
 
@@ -64,6 +66,9 @@ NVFP4 = QuantSpec("e2m1", **E4M3_SCALES, tensor_scale=TensorScaleSpec(2688.0))
         ({"headroom": 0.0}, "headroom is 0.0, but must lie above 0 and not above 1"),
         ({"headroom": 1.5}, "headroom is 1.5"),
         ({"headroom": float("nan")}, "headroom is nan"),
+        ({"headroom": 1e-300}, "headroom is 1e-300, but must lie above 0 and not above 1; fp32 takes 2^-63 to 2^63"),
+        ({"amax_floor": 1e300}, "amax_floor is 1e+300, but must be 0 or a positive number up to 2^63"),
+        ({"scaling": "delayed", "margin": 140}, "margin 140 was asked; it is a number from 0 to 63"),
         ({"amax_floor": -1.0}, "amax_floor is -1.0, but must be 0 or a positive number"),
         ({"history": 0}, "history is 0, but must be at least 1"),
         (
@@ -139,6 +144,38 @@ def test_an_integer_is_a_number() -> None:
     assert QuantSpec("e4m3", "tensor", headroom=1).headroom == 1.0
 
 
+WIDE, NARROW = QuantSpec("e4m3", "1x64"), QuantSpec("e4m3", "32x32")
+OUTER = dataclasses.replace(NVFP4, tensor_scale=TensorScaleSpec(2688.0, "128x128"))
+
+
+@pytest.mark.parametrize(("one", "other"), [(WIDE, NARROW), (OUTER, NARROW), (OUTER, WIDE)])
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_scales_of_partial_sums_have_equal_columns(gemm: str, one: QuantSpec, other: QuantSpec) -> None:
+    for pair in ((one, other), (other, one)):
+        specs: dict[str, Any] = dict(zip(GEMM_OPERANDS[gemm], pair, strict=True))
+        with refused(f"{gemm} has a scale for", "give them blocks of equal columns"):
+            Recipe("r", "", **{gemm: GemmSpec(**specs)})
+        with refused("rules[0]: "):
+            Recipe("r", "", rules=(Rule(**{gemm: GemmSpec(**specs)}),))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        None,
+        FP8,
+        NVFP4,
+        QuantSpec("e4m3", "row"),
+        QuantSpec("e4m3", "128x64"),
+        QuantSpec("e4m3", "1x32", "e8m0", "floor"),
+        QuantSpec("e4m3", "1x32", scale_rule="amax_pow2"),
+    ],
+)
+def test_other_scales_go_with_those_of_partial_sums(other: QuantSpec | None) -> None:
+    recipe = Recipe("r", "", fprop=GemmSpec(input=WIDE, weight=other))
+    assert LowPrecLinear(128, 16, recipe=recipe)(torch.ones(4, 128)).shape == (4, 16)
+
+
 def test_hadamard_signs() -> None:
     with pytest.raises(UserError, match="signs is 'same', but must be one of random, none, nvfp4"):
         HadamardSpec(signs="same")
@@ -149,9 +186,10 @@ def test_hadamard_signs() -> None:
     assert HadamardSpec().fixed_signs is None
 
 
-def test_a_tensor_scale_needs_a_positive_target() -> None:
-    with pytest.raises(UserError, match=r"target is 0.0, but must be a positive number such as 2688.0"):
-        TensorScaleSpec(0.0)
+@pytest.mark.parametrize("target", [0.0, 1e-300, 1e300, float("nan")])
+def test_a_tensor_scale_needs_a_positive_target(target: float) -> None:
+    with refused(f"target is {target}, but must be a positive number such as 2688.0; fp32 takes 2^-63 to 2^63"):
+        TensorScaleSpec(target)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +203,7 @@ def test_a_tensor_scale_needs_a_positive_target() -> None:
         ),
         ({"format": "fp32", "rule": "amax", "block_target": 4.0}, "block_target 4.0 was asked for fp32 scales"),
         ({"block_target": 0.0}, "block_target is 0.0, but must be a positive number such as 4.0, or null"),
+        ({"block_target": 1e-320}, "block_target is 1e-320, but must be a positive number such as 4.0, or null; fp32"),
         ({"block_target": "6/4"}, "block_target is '6/4', but must be a number or None"),
     ],
 )

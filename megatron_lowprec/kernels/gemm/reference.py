@@ -43,8 +43,10 @@ def gemm(
         product: sums each slice of K with constant scales; None for fp32 sums in torch's order.
 
     Raises:
-        ValueError: the blocks of the operands differ along K.
+        ValueError: the operands differ in K, or their blocks along it.
     """
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"both operands must have equal columns, got {a.shape[1]} and {b.shape[1]}")
     if a_scale is None and b_scale is None and product is None and not isinstance(alpha, torch.Tensor):
         if accumulate_into is not None:
             return _accumulate(a, b, alpha, accumulate_into, overwrite)

@@ -79,7 +79,13 @@ def plan(options: OptimizerOptions, batch: int, total_samples: int) -> tuple[Sch
     if options.lr_decay_style == "WSD":
         if options.lr_wsd_decay_iters is None:
             raise UserError("--lr-decay-style WSD needs --lr-wsd-decay-iters, the length of its last phase")
-        wsd = min(options.lr_wsd_decay_iters * batch, decay)
+        wsd, longest = options.lr_wsd_decay_iters * batch, decay - warmup
+        if wsd > longest:
+            notes.append(
+                f"the last phase of WSD, {wsd} samples, does not fit between warm-up and the schedule's {decay}: "
+                f"shortened to {longest}"
+            )
+            wsd = longest
     constant = options.weight_decay_incr_style == "constant"
     schedule = Schedule(
         max_lr=options.lr,
@@ -133,8 +139,9 @@ def continued(
     if "warmup_samples" not in lengths and config.lr_warmup_fraction is not None:
         chosen = replace(chosen, warmup_samples=int(config.lr_warmup_fraction * chosen.decay_samples))
     chosen = replace(chosen, warmup_samples=min(chosen.warmup_samples, chosen.decay_samples - 1))
+    longest = chosen.decay_samples - chosen.warmup_samples
     if chosen.wsd_decay_samples is not None:
-        chosen = replace(chosen, wsd_decay_samples=min(chosen.wsd_decay_samples, chosen.decay_samples))
+        chosen = replace(chosen, wsd_decay_samples=min(chosen.wsd_decay_samples, longest))
     growth = planned.weight_decay_incr_samples, saved.weight_decay_incr_samples
     if None not in growth:
         chosen = replace(chosen, weight_decay_incr_samples=saved.weight_decay_incr_samples)

@@ -130,7 +130,7 @@ def test_another_batch_size_moves_no_length(lengths: dict[str, Any], batch: int)
 @pytest.mark.parametrize(
     ("change", "field", "samples"),
     [
-        ({"lr_warmup_iters": 4}, "warmup_samples", 32),
+        ({"lr_warmup_iters": 3}, "warmup_samples", 24),
         ({"lr_warmup_iters": None, "lr_warmup_fraction": 0.5}, "warmup_samples", 20),  # of the kept horizon
         ({"lr_warmup_iters": None, "lr_warmup_samples": 10}, "warmup_samples", 10),
         ({"lr_decay_iters": 9}, "decay_samples", 72),
@@ -149,7 +149,15 @@ def test_a_changed_length_is_read_with_this_run_s_batch(change: dict[str, Any], 
 def test_a_warm_up_fits_into_a_horizon_that_was_shortened() -> None:
     run = {"train_iters": 10, "lr_warmup_iters": 5, **WSD}
     _, schedule, _ = resumed(run, {**run, "lr_decay_iters": 2})
-    assert schedule.warmup_samples < schedule.decay_samples == schedule.wsd_decay_samples == 8
+    assert schedule.warmup_samples < schedule.decay_samples == 8
+    assert schedule.wsd_decay_samples == 8 - schedule.warmup_samples
+
+
+@pytest.mark.parametrize(("iters", "samples", "noted"), [(5, 20, False), (6, 24, False), (7, 24, True), (20, 24, True)])
+def test_the_last_phase_begins_behind_the_warm_up(iters: int, samples: int, noted: bool) -> None:
+    schedule, notes = planned(train_iters=10, lr_warmup_iters=4, lr_decay_style="WSD", lr_wsd_decay_iters=iters)
+    assert schedule.wsd_decay_samples == samples
+    assert [f"the last phase of WSD, {4 * iters} samples, does not fit" in note for note in notes] == [True] * noted
 
 
 def test_survives_a_dump() -> None:

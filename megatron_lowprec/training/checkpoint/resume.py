@@ -233,8 +233,15 @@ def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
     read = [name for name in names if name in options and not unmet(config, OPTIONS[name].read_with)]
     shape = [name for name in options_in(Part.SHAPE) if not unmet(config, OPTIONS[name].read_with)]
     others = differing(options, config, [*shape, *read])
-    if saved.content["padded_vocab_size"] != padded_vocab_size:
-        others.append(f"padded vocabulary {padded_vocab_size} (checkpoint: {saved.content['padded_vocab_size']})")
+    rows, tensor = saved.content["padded_vocab_size"], config.tensor_model_parallel_size
+    if rows != padded_vocab_size and not others and rows % tensor:
+        raise UserError(
+            f"checkpoint {saved.folder} has a vocabulary of {rows} rows, not divisible by --tensor-model-parallel-size "
+            f"{tensor}: write it again with --make-vocab-size-divisible-by {tensor} (megatron-lowprec import), or give "
+            "another size"
+        )
+    if rows != padded_vocab_size:
+        others.append(f"padded vocabulary {padded_vocab_size} (checkpoint: {rows})")
     if others:
         raise UserError(
             f"checkpoint {saved.folder} holds another model: {', '.join(others)}; "

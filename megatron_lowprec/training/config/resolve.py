@@ -200,7 +200,7 @@ def _shown(name: str, value: object) -> str:
     """The option as a command line gives it."""
     if isinstance(value, bool):
         return flag(name if value else f"no_{name}")
-    return f"{flag(name)} {value}"
+    return f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
 def _check_parallelism(config: Config, world_size: int) -> None:

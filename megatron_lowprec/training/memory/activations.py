@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_lowprec.recipe.quant_spec import QuantSpec
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import virtual_stages
 from megatron_lowprec.training.memory.layout import Execution
 from megatron_lowprec.training.memory.saved_tensors import saved_bytes
 from megatron_lowprec.training.models.architectures import architecture_of
@@ -68,23 +71,27 @@ def logit_bytes(config: Config, padded_vocab_size: int, fused: bool = False) -> 
     return tokens * padded_vocab_size / config.tensor_model_parallel_size * (width_of(config) + copies)
 
 
-def kept_of_layers(config: Config, layers: range, runs: Execution) -> float:
-    """Bytes that a stage's layers save for one microbatch; recomputed layers save only the input of each chunk."""
+def kept_of_layers(config: Config, layers: Sequence[int], runs: Execution) -> float:
+    """Bytes that a stage's layers save for one microbatch; layers recomputed together save only the first's input."""
     if config.recompute_granularity != "full":
         return sum(_whole(config, runs, layers))
-    chunk = config.recompute_num_layers
-    assert chunk is not None, "resolve_run() has not run"
+    together, parts = config.recompute_num_layers, _chunks(config, layers)
+    assert together is not None, "resolve_run() has not run"
     if config.recompute_method == "uniform":
-        return -(-len(layers) // chunk) * stream_bytes(config)
-    recomputed = layers[:chunk]
-    return len(recomputed) * stream_bytes(config) + sum(_whole(config, runs, layers[chunk:]))
+        return sum(-(-len(part) // together) for part in parts) * stream_bytes(config)
+    recomputed = sum(len(part[:together]) for part in parts)
+    return recomputed * stream_bytes(config) + sum(sum(_whole(config, runs, part[together:])) for part in parts)
 
 
-def recomputed_at_once(config: Config, layers: range, runs: Execution) -> float:
+def recomputed_at_once(config: Config, layers: Sequence[int], runs: Execution) -> float:
     """Bytes of activations that are recomputed at once in the backward pass."""
     if config.recompute_granularity == "full":
-        chunk = (config.recompute_num_layers or 1) if config.recompute_method == "uniform" else 1
-        return max(sum(_whole(config, runs, layers[first : first + chunk])) for first in range(0, len(layers), chunk))
+        together = (config.recompute_num_layers or 1) if config.recompute_method == "uniform" else 1
+        return max(
+            sum(_whole(config, runs, part[first : first + together]))
+            for part in _chunks(config, layers)
+            for first in range(0, len(part), together)
+        )
     if config.recompute_granularity == "selective":
         return architecture_of(config).attention.recomputed_bytes(config)
     return 0.0
@@ -129,7 +136,13 @@ def _of_fprop(operand: QuantSpec | None) -> bool:
     return operand is not None and operand.source == "fprop"
 
 
-def _whole(config: Config, runs: Execution, layers: range) -> list[float]:
+def _chunks(config: Config, layers: Sequence[int]) -> list[Sequence[int]]:
+    """A stage's layers by chunks of an interleaved pipeline, each of which recomputes by itself."""
+    size = len(layers) // (virtual_stages(config) or 1)
+    return [layers[first : first + size] for first in range(0, len(layers), size)]
+
+
+def _whole(config: Config, runs: Execution, layers: Sequence[int]) -> list[float]:
     """Bytes that each of the layers saves without recomputation."""
     return [sum(layer_activations(config, runs, layer).values()) for layer in layers]
 

@@ -118,10 +118,11 @@ class Execution:
         return rule is not None and rule.shares_directions and in_features % rule.block == 0
 
 
-def stage_layers(config: Config, stage: int) -> range:
-    """Numbers of a pipeline stage's layers, from 1; an interleaved stage holds as many, of other numbers."""
-    here = config.shape.num_layers // config.pipeline_model_parallel_size
-    return range(stage * here + 1, (stage + 1) * here + 1)
+def stage_layers(config: Config, stage: int) -> list[int]:
+    """Numbers of a pipeline stage's layers, from 1, one chunk of an interleaved stage after the other."""
+    stages, chunks = config.pipeline_model_parallel_size, virtual_stages(config) or 1
+    here = config.shape.num_layers // (stages * chunks)
+    return [(chunk * stages + stage) * here + at for chunk in range(chunks) for at in range(1, here + 1)]
 
 
 def microbatches_in_flight(config: Config, gpus: int, stage: int) -> float:

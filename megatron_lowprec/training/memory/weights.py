@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_lowprec.optimizer.optimizers import OPTIMIZERS
@@ -124,7 +124,7 @@ def fp32_gradients(config: Config, runs: Execution, vocabulary: int, gpus: int, 
     return 4.0 * max(together.values())
 
 
-def graph_buffers(config: Config, layers: range) -> float:
+def graph_buffers(config: Config, layers: Sequence[int]) -> float:
     """Bytes of what CUDA graphs of a stage's layers hold besides activations: the first layer's input, the last one's
     gradient, and one placeholder as large as the largest weight.
     """
@@ -166,7 +166,6 @@ def _saved_by_primary_weights(config: Config, runs: Execution, stage: int) -> fl
 def _quantized_layers(config: Config, runs: Execution, stage: int) -> Iterator[tuple[LinearSite, float]]:
     """Quantized linear layers of a stage, and the number of weights of each on one rank, without biases."""
     for site in linear_sites(config, stage_layers(config, stage)):
-        # Interleaved stages hold other layers; which ones are kept in bf16 then differs a little.
         if not runs.linear(config, site.layer_number, site.name).quantized:
             continue
         shards = sharding(config, site)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.options import Config
@@ -13,7 +13,7 @@ from megatron_lowprec.training.options.moe_options import MoeOptions
 from megatron_lowprec.training.options.parts import ModelShape
 
 
-def linear_sites(config: Config, layers: range | None = None) -> list[LinearSite]:
+def linear_sites(config: Config, layers: Sequence[int] | None = None) -> list[LinearSite]:
     """Every linear layer that a recipe may change, in the order of the forward pass; unsharded sizes of one expert.
 
     ``layers`` are numbers of transformer layers, from 1; None for all.

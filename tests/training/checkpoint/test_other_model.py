@@ -53,6 +53,15 @@ def test_options_of_a_part_that_the_model_has_not_may_differ() -> None:
     check_model(saved, Config(rotary_base=500_000, rotary_percent=0.5, moe_router_topk=1), 256)
 
 
+def test_a_vocabulary_that_does_not_divide_is_told_of_a_way_out() -> None:
+    saved = Saved(Path("there"), {"options": asdict(Config()), "padded_vocab_size": 203})
+    check_model(saved, Config(), 203)
+    with pytest.raises(UserError, match=r"203 rows, not divisible by --tensor-model-parallel-size 2: write it again"):
+        check_model(saved, Config(tensor_model_parallel_size=2), 204)
+    with pytest.raises(UserError, match=r"another model: padded vocabulary 256 \(checkpoint: 203\)"):
+        check_model(saved, Config(), 256)
+
+
 def test_only_learned_positions_fix_their_number() -> None:
     for kind in ("rope", "learned_absolute"):
         then = Config(position_embedding_type=kind, max_position_embeddings=32)

@@ -137,6 +137,7 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"rope_type": "yarn", "position_embedding_type": "rope"}, ["--yarn-original-max-position-embeddings"]),
     (1, {**YARN, "yarn_beta_slow": 0.0}, ["--yarn-beta-slow 0.0: wants above 0"]),
     (1, {**YARN, "yarn_beta_slow": 32.0}, ["--yarn-beta-fast 32 is not above --yarn-beta-slow 32"]),
+    (1, {"position_embedding_type": "rope", "kv_channels": 15}, ["a head has 15", "give an even number"]),
     (1, {"position_embedding_type": "rope", "rotary_base": 1}, ["--rotary-base 1: wants above 1"]),
     (1, {"adam_beta2": 1.0}, ["--adam-beta2 1.0: wants at least 0 and below 1"]),
     (1, {"hidden_dropout": math.nan}, ["--hidden-dropout nan: wants at least 0 and below 1"]),

@@ -8,10 +8,11 @@ import pytest
 
 from megatron_lowprec.optimizer.adamw import DTYPES
 from megatron_lowprec.recipe.parsing import load_recipe
-from megatron_lowprec.training.memory.activations import layer_activations
-from megatron_lowprec.training.memory.layout import Execution
+from megatron_lowprec.training.memory.activations import kept_of_layers, layer_activations
+from megatron_lowprec.training.memory.layout import Execution, stage_layers
 from megatron_lowprec.training.memory.plan import plan
 from megatron_lowprec.training.memory.weights import stage_weights
+from megatron_lowprec.training.models.common.rank_sizes import stream_bytes
 from megatron_lowprec.training.models.sizes import linear_sites
 from tests.training.memory.memory_worker import SIZES, VOCABULARY
 from tests.training.memory.plans import shipped, small
@@ -69,6 +70,33 @@ def test_a_pipeline_holds_microbatches_for_the_stages_behind() -> None:
     assert more / of_all_layers == 1 + 1 / 4
     few = small(2, **{**layout, "global_batch_size": 8})
     assert plan(few, load_recipe("bf16"), VOCABULARY, 2).in_flight == 1
+
+
+def test_an_interleaved_stage_has_the_layers_that_megatron_core_gives_it() -> None:
+    layout = {"pipeline_model_parallel_size": 2, "num_layers": 8, "global_batch_size": 16}
+    assert [stage_layers(small(2, **layout), stage) for stage in (0, 1)] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    chunks = small(2, **layout, num_virtual_stages_per_pipeline_rank=2)
+    assert [stage_layers(chunks, stage) for stage in (0, 1)] == [[1, 2, 5, 6], [3, 4, 7, 8]]
+    # experts in every other layer, all of them on the first stage
+    experts = {"num_experts": 4, "moe_layer_freq": "2", "disable_bias_linear": True}
+    found = small(2, **layout, num_virtual_stages_per_pipeline_rank=4, **experts)
+    recipe = load_recipe("bf16")
+    weights = [stage_weights(found, VOCABULARY, stage) for stage in (0, 1)]
+    assert plan(found, recipe, VOCABULARY, 2).stage == 0
+    assert (weights[0].expert > 0, weights[1].expert) == (True, 0)
+
+
+@pytest.mark.parametrize(("method", "layers", "inputs", "whole"), [("block", 2, 4, 2), ("uniform", 3, 2, 0)])
+def test_each_chunk_of_a_pipeline_recomputes_by_itself(method: str, layers: int, inputs: int, whole: int) -> None:
+    """A stage has two chunks of three layers."""
+    layout = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "num_layers": 12}
+    layout |= {"global_batch_size": 16}
+    recompute = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
+    config = small(2, **layout, **recompute)
+    runs = plan(config, load_recipe("bf16"), VOCABULARY, 2).runs
+    of_a_layer = sum(layer_activations(config, runs).values())
+    kept = kept_of_layers(config, stage_layers(config, 0), runs)
+    assert kept == inputs * stream_bytes(config) + whole * of_a_layer
 
 
 def test_the_distributed_optimizer_shares_main_weights_and_moments() -> None:

@@ -27,9 +27,16 @@ def resolve(config: Config) -> Config:
             f"--num-query-groups {config.num_query_groups} does nothing without --group-query-attention; add that, or "
             "leave it out"
         )
+    channels = config.kv_channels or hidden // heads
+    turned = int(channels * config.rotary_percent)
+    if config.position_embedding_type == "rope" and turned + turned % 2 > channels:
+        raise UserError(
+            f"rope turns pairs of channels, and a head has {channels} (--kv-channels, else --hidden-size over "
+            "--num-attention-heads): give an even number"
+        )
     return replace(
         config,
-        kv_channels=config.kv_channels or hidden // heads,
+        kv_channels=channels,
         num_query_groups=config.num_query_groups if config.group_query_attention else heads,
     )
 

@@ -155,7 +155,8 @@ def test_the_loss_of_answers_falls(drive: Drive, chat: str, capsys: pytest.Captu
 @pytest.mark.parametrize("recipe", also_weekly(["fp8_delayed", "fp8_blockwise", "mxfp4_rht_sr"], ["fp8_delayed"]))
 def test_it_resumes_bit_for_bit(drive: Drive, recipe: str) -> None:
     # Two epochs, each in an order of its own, and dropout.
-    options = {**CHAT, "data_path": ["0.7", str(SAMPLE), "0.3", str(SAMPLE)], "split": "100,0,0", "recipe": recipe}
+    other = shutil.copy(SAMPLE, "other.jsonl")
+    options = {**CHAT, "data_path": ["0.7", str(SAMPLE), "0.3", other], "split": "100,0,0", "recipe": recipe}
     options |= {"hidden_size": 128, "bf16": True, "hidden_dropout": 0.1, "no_save": None, "save_interval": 2}
     options |= {"global_batch_size": 24, "micro_batch_size": 12, "train_iters": 4}
     drive(argv(**options, save="whole"))

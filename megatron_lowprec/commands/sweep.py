@@ -25,7 +25,7 @@ def notes(jobs: Sequence[Job]) -> list[str]:
 
 
 def check_evaluation(words: Sequence[str]) -> None:
-    """Reject flags that megatron-lowprec eval would refuse after each job's training. No file of them is looked at.
+    """Reject flags that megatron-lowprec eval would refuse after each job's training. Opens no file.
 
     Raises:
         UserError: as eval's.

@@ -170,7 +170,8 @@ class LayerGroup:
     Attributes:
         pending: whether a pass in training may have run since the last step; always, if ``captured``.
         captured: whether a CUDA graph holds a pass in training.
-        loaded: whether ``load_state_dict`` has run since the last pass in training; None at first, unknown of others.
+        loaded: whether ``load_state_dict`` has run since the last pass in training; None before the first one, when it
+            may have run on other ranks.
     """
 
     def __init__(
@@ -266,8 +267,8 @@ class LayerGroup:
     def follow_backward_pass(self) -> None:
         """In a backward pass: let its end be that of a step whose optimizers step within.
 
-        The first call counts. A reentrant checkpoint has a pass of its own within, which ends too early: so also its
-        recomputation calls this, which comes before.
+        The first call counts. A reentrant checkpoint runs a backward pass within, whose end is too early. Its
+        recomputation comes before that, so recomputations make this call as well.
         """
         if not self._followed:
             self._followed = True

@@ -81,9 +81,13 @@ class StatefulLayer(nn.Module):
 
     @property
     def stored_weight(self) -> torch.Tensor:
-        """``weight``; of a parametrized one the tensor that it is computed from, in each read anew."""
+        """``weight``; of a parametrized one, which each read computes, the first tensor that it is computed from."""
         parametrized: Any = self._modules.get("parametrizations", ())
-        return next(parametrized["weight"].parameters()) if "weight" in parametrized else self.weight
+        if "weight" not in parametrized:
+            return self.weight
+        of_weight = parametrized["weight"]
+        stored: torch.Tensor = of_weight.original if of_weight.is_tensor else of_weight.original0
+        return stored
 
     # ---- passes
     def check_dtypes(self, x: torch.Tensor, dtype: torch.dtype) -> None:

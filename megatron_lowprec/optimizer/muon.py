@@ -156,7 +156,8 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups = {weight: group for group in self.param_groups for weight in group["params"]}
-        for foreign in (each for each in self.matrices if each.grad is not None and each not in groups):
+        foreign = next((each for each in self.matrices if each.grad is not None and each not in groups), None)
+        if foreign is not None:
             raise UserError(
                 f"a matrix of shape {tuple(foreign.shape)} has a gradient and is not in Muon's params: pass params "
                 "that hold all matrices, such as model.parameters()"

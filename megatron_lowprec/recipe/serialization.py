@@ -227,8 +227,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         places = [where] * len(value)
         if dataclasses.is_dataclass(parts[0]):
             places = [f"{where}[{i}]" for i in range(len(value))]
-            for place in (place for place, item in zip(places, value, strict=True) if item is None):
-                raise UserError(f"{place} is empty: give it fields, or leave it out")
+            if None in value:
+                raise UserError(f"{places[list(value).index(None)]} is empty: give it fields, or leave it out")
         return tuple(_value(parts[0], item, place) for item, place in zip(value, places, strict=True))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

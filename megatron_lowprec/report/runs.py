@@ -104,7 +104,7 @@ class Run:
     @property
     def planned_samples(self) -> float:
         """Requested samples: those consumed, whose batches may differ, and the iterations left; NaN if unknown."""
-        done, consumed = (0, 0.0) if self.samples is None else (int(self.samples[0][-1]), float(self.samples[1][-1]))
+        done, consumed = self._last
         left = max(0, self.train_iters - done)
         return float(self.options.get("train_samples") or consumed + (left * self.batch if left else 0.0))
 
@@ -121,12 +121,18 @@ class Run:
     @property
     def tokens_a_second(self) -> float:
         """Throughput of all processes together over the second half, at its typical iteration; NaN if not recorded."""
-        if self.samples is None:
+        last, _ = self._last
+        if not last:
             return math.nan
-        iterations, samples = self.samples
-        half = np.interp(iterations[-1] / 2, [0, *iterations], [0.0, *samples])
-        batch = float(samples[-1] - half) / float(iterations[-1] / 2)
-        return batch * float(self.options["seq_length"]) / self.seconds
+        half, whole = self.tokens_at(np.asarray([last / 2, last]))
+        return float(whole - half) / (last / 2) / self.seconds
+
+    @property
+    def _last(self) -> tuple[int, float]:
+        """The last logged iteration and the samples consumed by its end; 0 of a run that only validated."""
+        if self.samples is None or not len(self.samples[0]):
+            return 0, 0.0
+        return int(self.samples[0][-1]), float(self.samples[1][-1])
 
     @property
     def norms_by_fifth(self) -> list[float]:

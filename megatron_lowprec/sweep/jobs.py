@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -184,14 +185,26 @@ def _is_scored(job: Job, run: Path) -> bool:
     return FLAGS not in scores or scores[FLAGS] == list(job.evaluate)
 
 
-def keep_flags(job: Job, run: Path) -> None:
-    """Add the job's flags to its new scores."""
-    content = {**_scores(run), FLAGS: list(job.evaluate)}
+def keep_older_scores(run: Path) -> None:
+    """Copy scores under other flags aside, as ``evaluation.1.json`` and so on, before new ones replace them."""
+    if (run / EVALUATION).exists():
+        names = (run / f"evaluation.{number}.json" for number in count(1))
+        shutil.copyfile(run / EVALUATION, next(name for name in names if not name.exists()))
+
+
+def keep_flags(job: Job, run: Path) -> bool:
+    """Add the job's flags to its new scores; False if there are none that can be read."""
+    try:
+        content = {**_scores(run), FLAGS: list(job.evaluate)}
+    except (FileNotFoundError, UserError):
+        return False
     atomic_write(run / EVALUATION, json.dumps(content, indent=1) + "\n")
+    return True
 
 
 def _scores(run: Path) -> dict[str, Any]:
-    return read_json(run / EVALUATION, "move it away to score the job anew", len)  # names of texts are any
+    # names of texts may be any
+    return read_json(run / EVALUATION, "move it away to score the job anew", check=lambda scores: None)
 
 
 def write_manifest(out: Path, sweep: Sweep, jobs: Sequence[Job]) -> None:

@@ -21,7 +21,7 @@ import psutil
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.sweep import job_record as record
 from megatron_lowprec.sweep.job_record import Lock, Record, State
-from megatron_lowprec.sweep.jobs import Job, command, evaluation, keep_flags
+from megatron_lowprec.sweep.jobs import Job, command, evaluation, keep_flags, keep_older_scores
 from megatron_lowprec.sweep.spec import Resources
 from megatron_lowprec.sweep.status import read_progress
 from megatron_lowprec.sweep.view import View
@@ -232,6 +232,8 @@ class Runner:
         run = self._out / job.id
         arguments = command(job, run) if training else evaluation(job, run)
         assert arguments is not None, "a scored job is not started"
+        if not training:
+            keep_older_scores(run)
         words = launch(arguments, place.processes)
         before = record.read(run)
         begun = record.begin(job, run, words) if training or before is None else before
@@ -262,8 +264,8 @@ class Runner:
         running.log.close()
         if running.training:
             record.end(run, running.record, state, code, seconds, progress.iteration)
-        elif state == "done":
-            keep_flags(job, run)
+        elif state == "done" and not keep_flags(job, run):
+            state = "failed"
         self._running.remove(running)
         self._view.ended(job.id, state, seconds, progress, code, run / LOG)
         if state == "done" and running.training and evaluation(job, run) is not None:

@@ -139,9 +139,8 @@ def continued(
     if "warmup_samples" not in lengths and config.lr_warmup_fraction is not None:
         chosen = replace(chosen, warmup_samples=int(config.lr_warmup_fraction * chosen.decay_samples))
     chosen = replace(chosen, warmup_samples=min(chosen.warmup_samples, chosen.decay_samples - 1))
-    longest = chosen.decay_samples - chosen.warmup_samples
     if chosen.wsd_decay_samples is not None:
-        chosen = replace(chosen, wsd_decay_samples=min(chosen.wsd_decay_samples, longest))
+        chosen = replace(chosen, wsd_decay_samples=min(chosen.wsd_decay_samples, chosen.decay_samples))
     growth = planned.weight_decay_incr_samples, saved.weight_decay_incr_samples
     if None not in growth:
         chosen = replace(chosen, weight_decay_incr_samples=saved.weight_decay_incr_samples)

@@ -12,7 +12,7 @@ from tests.docs.page_tables import shown, table, within
 
 def test_cost_and_peaks_without_cached_weights() -> None:
     """Steps from the fifth of 6.7B and the third of 8B on, as the runs of fewer iterations allow."""
-    costs, shares = [], []
+    costs, shares, apart = [], [], []
     for model, recipe, first, ends in (("8b", "fp8_current", 3, [""]), ("6.7b", "fp8_delayed", 5, ["", ", again"])):
         data = json.loads((RESULTS / f"memory-peaks/uncached-{model}.json").read_text(encoding="utf-8"))
         variants = {row["variant"]: row for row in data["tables"][0]["rows"]}
@@ -25,9 +25,11 @@ def test_cost_and_peaks_without_cached_weights() -> None:
             costs.append(100 * (steps[0] / steps[1] - 1))
         peaks = {name: run["run"]["peak_memory_bytes"] for name, run in data["runs"].items()}
         shares += [peaks[name] / peaks["bf16"] for name in names]
+        losses = [[row["lm loss"] for row in data["runs"][name]["metrics"]] for name in names]
+        apart.append(next(abs(ours - theirs) for ours, theirs in zip(*losses, strict=True) if ours != theirs))
     page = (RESULTS / "memory.md").read_text(encoding="utf-8")
     found = re.search(
-        r"for ([\d.]+)% of a step of Llama 3 8B .* ([\d.]+) and ([\d.]+)% of one of 6.7B .*"
+        r"costs ([\d.]+)% of a step of Llama 3 8B .* ([\d.]+) and ([\d.]+)% of one of 6.7B .*"
         r" ([\d.]+) instead of ([\d.]+), and ([\d.]+) instead of ([\d.]+), of bf16's peak",
         page,
     )
@@ -36,6 +38,9 @@ def test_cost_and_peaks_without_cached_weights() -> None:
         *(within(each, 1) for each in costs),
         *(within(each, 3) for each in shares),
     ]
+    found = re.search(r"Losses part by ([\d.]+) nats \(8B\) and ([\d.]+) at the third and fourth step", page)
+    assert found is not None
+    assert [float(each) for each in found.groups()] == [within(each, 4) for each in apart]
 
 
 def test_kernels_of_experts_in_turn() -> None:

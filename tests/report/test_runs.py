@@ -35,6 +35,15 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert run.tokens_at(np.array([0, 100, 400])) == pytest.approx([0, 6_553_600, 26_214_400])
 
 
+def test_a_folder_with_a_validation_only_does_not_stop_a_report(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text('{"iteration": 0, "lm loss validation": 3.0}\n')
+    (run,) = find(folder)
+    assert (run.status, run.tokens) == (Status.UNFINISHED, 400 * 64 * 1024)
+    assert math.isnan(run.tokens_a_second)
+    assert len(group_runs([run], "bf16")[0]) == 1
+
+
 def rewritten(folder: Path, consumed: Callable[[int], int], **options: Any) -> Run:
     """The run with other samples by iteration, and more in its config.yaml."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -60,6 +69,7 @@ def test_tokens_of_a_sequence_that_changed_are_those_consumed(tmp_path: Path) ->
     earlier = [{"until_iteration": 50, "lr": 1e-4}, {"until_iteration": 100, "seq_length": 512}]
     run = rewritten(write_run(tmp_path / "run"), lambda i: 64 * i, earlier_options=earlier)
     assert run.tokens == 64 * (100 * 512 + 300 * 1024)
+    assert run.tokens_a_second == pytest.approx(64 * 1024 / 0.1)
     assert run.tokens_at(np.array([50, 200])) == pytest.approx([64 * 50 * 512, 64 * (100 * 512 + 100 * 1024)])
 
 

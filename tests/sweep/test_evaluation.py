@@ -96,6 +96,7 @@ def test_other_flags_score_a_job_anew(scored: Fake, write_sweep: WriteSweep) -> 
     found = evaluation(scored, BF16)
     assert found is not None
     assert found["argv"][-3:] == found["flags"] == ["--recipe", "bf16", "--wikitext"]
+    assert json.loads((result.parent / "evaluation.1.json").read_text()) == {**first, "kept": True}
     assert scored.run(path, "--evaluate=--recipe fail") == 1
     assert evaluation(scored, BF16) == found, "scores outlive a failed evaluation"
     result.write_text('{"argv": [')

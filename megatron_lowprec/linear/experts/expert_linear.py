@@ -177,6 +177,8 @@ class ExpertLinear(StatefulLayer):
             dtype = torch.get_autocast_dtype(kind)
             x, weight = x.to(dtype), weight.to(dtype)
         self.check_dtypes(x, weight.dtype)
+        if x.shape[-1] != weight.shape[-1]:
+            self.refuse_features(x, weight.shape[-1])
         if torch._C._are_functorch_transforms_active():
             refuse(title(self.linear_gemms), "torch.func")
         self.histories.to(x.device)

@@ -31,6 +31,7 @@ from megatron_lowprec.training.distributed.file_lock import lock
 _KEY = "text"
 _BATCH_BYTES = 512 * 1024
 _REMEDY = "remove it to begin again"
+_OLDER = {"title_key": "title", "text_key": "text"}  # settings that files of older versions lack
 _COUNTS = ("documents", "tokens", "empty", "duplicates")
 
 
@@ -314,10 +315,11 @@ def _load(path: Path) -> Row:
 
 def _read(path: Path, settings: Settings) -> Row:
     content = _load(path)
+    there = _OLDER | content["settings"]
     differing = [
-        f"{name.replace('_', ' ')} {value!r} (there: {content['settings'].get(name)!r})"
+        f"{name.replace('_', ' ')} {value!r} (there: {there.get(name)!r})"
         for name, value in asdict(settings).items()
-        if content["settings"].get(name) != value
+        if there.get(name) != value
     ]
     if differing:
         raise UserError(f"{path} is of another preparation: {', '.join(differing)}; choose another --output-prefix")

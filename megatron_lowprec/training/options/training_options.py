@@ -128,8 +128,7 @@ class TrainingOptions(Group):
     )
     no_cache_weights: bool = arg(
         False,
-        "keep no quantized weight, and no transposed copy of an FP8 one, from a microbatch to the next, with the same "
-        "bits (ours)",
+        "keep no quantized weight, and no transposed copy of an FP8 one, from a microbatch to the next (ours)",
         needs="transformer_impl=local !no_lowprec_linears",
     )
     output_layer_chunk_size: int | None = arg(

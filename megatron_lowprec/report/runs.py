@@ -355,7 +355,7 @@ def _texts(folder: Path, say: Callable[[str], None]) -> dict[str, TextLoss]:
         for each in content.get("evaluations", [content] if content else []):
             if each["recipe"] != each["trained_under"]:
                 continue
-            scores = dict(zip(_text_names(list(each["data"])), each["data"].values()))
+            scores = dict(zip(text_names(list(each["data"])), each["data"].values()))
             scores |= {"WikiText": each["wikitext"]} if "wikitext" in each else {}
             for name, score in scores.items():
                 found[name] = TextLoss(float(score["loss"]), float(score.get("bits_per_byte", math.nan)))
@@ -365,7 +365,7 @@ def _texts(folder: Path, say: Callable[[str], None]) -> dict[str, TextLoss]:
     return found
 
 
-def _text_names(paths: Sequence[str]) -> list[str]:
+def text_names(paths: Sequence[str]) -> list[str]:
     """Names of texts by the ends of their paths, as long as it takes to tell them apart."""
     parts = [Path(_TEXT_SUFFIX.sub("", path)).parts for path in paths]
     for length in range(1, max(map(len, parts), default=0) + 1):

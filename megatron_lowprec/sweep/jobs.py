@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import count, product
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -30,6 +30,7 @@ from megatron_lowprec.sweep.spec import (
 )
 from megatron_lowprec.training.config.arguments import KINDS, flag, parse, rivals_of
 from megatron_lowprec.training.config.options import Config, options_in
+from megatron_lowprec.training.config.paths import free_names
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
 from megatron_lowprec.training.data.blend import all_paths
 from megatron_lowprec.training.models.sizes import linear_sites, tensor_ranks
@@ -187,9 +188,9 @@ def _is_scored(job: Job, run: Path) -> bool:
 
 def keep_older_scores(run: Path) -> None:
     """Copy scores under other flags aside, as ``evaluation.1.json`` and so on, before new ones replace them."""
-    if (run / EVALUATION).exists():
-        names = (run / f"evaluation.{number}.json" for number in count(1))
-        shutil.copyfile(run / EVALUATION, next(name for name in names if not name.exists()))
+    scores = run / EVALUATION
+    if scores.exists():
+        shutil.copyfile(scores, *free_names([scores]))
 
 
 def keep_flags(job: Job, run: Path) -> bool:

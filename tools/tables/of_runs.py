@@ -36,7 +36,7 @@ from megatron_lowprec.report.claims import CLAIMS, load_claims
 from megatron_lowprec.report.curve import Status
 from megatron_lowprec.report.operand_tables import of_outputs
 from megatron_lowprec.report.published.ladder import gap_ladder, read_ladder
-from megatron_lowprec.report.runs import find_runs
+from megatron_lowprec.report.runs import find_runs, text_names
 from megatron_lowprec.report.tables import Table, all_groups, gradient_norms, quality
 from megatron_lowprec.report.tables import claims as claims_table
 from megatron_lowprec.shipped import find
@@ -199,7 +199,7 @@ def _scores_of_texts(archives: Sequence[Path]) -> dict[tuple[str, str, str], dic
     for path in (path for path in texts if Path(path).name == EVALUATION):
         seed = yaml.safe_load(texts[f"{Path(path).parent}/config.yaml"])["options"]["seed"]
         for each in json.loads(texts[path])["evaluations"]:
-            by_name = {Path(file).name.partition(".")[0]: score for file, score in each["data"].items()}
+            by_name = dict(zip(text_names(list(each["data"])), each["data"].values(), strict=True))
             for text, score in (by_name | {"WikiText": each["wikitext"]}).items():
                 found = scores.setdefault((text, each["trained_under"], each["recipe"]), {})
                 found[seed] = score["loss"], score["bits_per_byte"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 from megatron_lowprec.errors import UserError
@@ -101,20 +103,24 @@ def keep_older_run(paths: RunPaths, config: CheckpointOptions) -> list[str]:
     moved: a new run replaces those of the same iteration, as Megatron does.
     """
     continues = not config.finetune and same_folder(config.load, paths.checkpoints)
-    # a folder of TensorBoard elsewhere may be shared by runs
-    board = paths.tensorboard if same_folder(paths.tensorboard.parent, paths.run) else paths.metrics
-    old = [path for path in dict.fromkeys((paths.metrics, paths.quantization, board)) if path.exists()]
+    own = [paths.metrics, paths.quantization]
+    if same_folder(paths.tensorboard.parent, paths.run):  # elsewhere runs may share it
+        own.append(paths.tensorboard)
+    old = [path for path in own if path.exists()]
     if paths.default and (old or storage.whole(str(paths.run / "checkpoints"))):
         old = [paths.run]
     if continues or not old:
         return []
-    number = 1
-    while any(_aside(path, number).exists() for path in old):
-        number += 1
-    aside = [path.rename(_aside(path, number)) for path in old]
+    aside = [path.rename(new) for path, new in zip(old, free_names(old), strict=True)]
     if paths.default:
         (aside[0] / "checkpoints" / save_lock.FILE).unlink(missing_ok=True)  # this run's own lock
     return [f"an older run's {'folder' if paths.default else 'metrics'} moved to {aside[0]}"]
+
+
+def free_names(old: Sequence[Path]) -> list[Path]:
+    """Names for files and folders that go aside, as metrics.1.jsonl: with the first number that all have free."""
+    choices = ([_aside(path, number) for path in old] for number in count(1))
+    return next(names for names in choices if not any(name.exists() for name in names))
 
 
 def _aside(old: Path, number: int) -> Path:

@@ -169,7 +169,7 @@ def _in_bounds(config: Config) -> None:
     """Reject numbers outside their valid range, including NaN."""
     for name, option in OPTIONS.items():
         value = getattr(config, name)
-        if option.bounds and value is not None and not option.admits(value):
+        if value is not None and not option.admits(value):
             raise UserError(f"{flag(name)} {value}: wants {' and '.join(option.bounds)}")
 
 

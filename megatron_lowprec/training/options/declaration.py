@@ -94,8 +94,8 @@ class Option:
         limits = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
         return [f"{word} {limit}" for word, limit in limits.items() if limit is not None]
 
-    def admits(self, value: float) -> bool:
-        """Whether a value keeps all bounds; with a bound, NaN does not."""
+    def admits(self, value: Any) -> bool:
+        """Whether a value keeps all bounds, as any does without them; with a bound, NaN does not."""
         return (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)

@@ -53,7 +53,8 @@ def of_archives(kind: str, archives: str, *words: str) -> list[dict[str, str]]:
     return table(f"{archives.partition('/')[0]}.md", " ".join([kind, *names, *words]))
 
 
-RIVALS = " ".join(f"fp4-rivals/25m{name}" for name in ("", "-others", "-phases", "-phases-seeds", "-four-over-six"))
+PARTS = ("", "-others", "-phases", "-phases-seeds", "-four-over-six", "-quartet2")
+RIVALS = " ".join(f"fp4-rivals/25m{name}" for name in PARTS)
 QUALITY = {
     "recipes-25m/runs": ["mxfp4"],
     "fp8-lm/levels": [],
@@ -269,7 +270,9 @@ def test_pairs_of_both_roundings_and_bf16() -> None:
     leads = [[value for name, value in each.items() if name.startswith("training")] for each in of_roundings]
     after_first = [each[-1] - each[0] for each in leads]
     at_starts = [sum(each[at + 1] - each[at] for at in (0, 2, 4)) for each in leads]
-    (of_bf16,) = pairs("stochastic-rounding/30m stochastic-rounding/30m-bf16", "mxfp4_rht32", "bf16", "1234")
+    all_runs = " ".join(f"stochastic-rounding/30m{name}" for name in ("", "-bf16", "-bf16-and-headroom"))
+    of_bf16 = pairs(all_runs, "mxfp4_rht32", "bf16", "1234", "1235")
+    (of_headroom,) = pairs(all_runs, "mxfp4_rht_headroom", "mxfp4_rht32", "1234")
     page = (RESULTS / "stochastic-rounding.md").read_text(encoding="utf-8")
     found = re.search(r"grows by ([\d.]+) and ([\d.]+) nats after the first epoch, and by ([\d.]+) and ([\d.]+)", page)
     assert found is not None
@@ -281,7 +284,23 @@ def test_pairs_of_both_roundings_and_bf16() -> None:
     assert [ahead] * 2 == [within(each[-1], 3) for each in leads]
     found = re.search(r"Nearest's own gap to bf16 keeps within ([\d.]+) and ([\d.]+) nats", page)
     assert found is not None
-    assert [float(each) for each in found.groups()] == [within(each(of_bf16.values()), 4) for each in (min, max)]
+    differences = [difference for each in of_bf16 for difference in each.values()]
+    assert [float(each) for each in found.groups()] == [within(each(differences), 4) for each in (min, max)]
+    found = re.search(r"at ([\d.]+) and ([\d.]+) above bf16", page)
+    assert found is not None
+    nearest, behind = ([each["validation, 2,659"] for each in pair] for pair in (of_bf16, of_roundings))
+    assert [float(each) for each in found.groups()] == [
+        within(mean(nearest) + mean(behind), 4),
+        within(mean(nearest), 4),
+    ]
+    at_end = of_headroom["validation, 2,659"]
+    found = re.search(r"so nearest ends ([\d.]+) above bf16 here, ([\d.]+) before stochastic", page)
+    assert found is not None
+    assert [float(each) for each in found.groups()] == [within(nearest[0] + at_end, 4), within(behind[0] - at_end, 4)]
+    found = re.search(r"gains ([\d.]+) nats .* first epoch, ([\d.]+) of the last, ([\d.]+) on validation text", page)
+    assert found is not None
+    gained = (of_headroom["training, 533 to 665"], of_headroom["training, 2,527 to 2,659"], at_end)
+    assert [float(each) for each in found.groups()] == [within(-each, 4) for each in gained]
 
 
 def test_gaps_in_training_over_those_on_validation_text() -> None:

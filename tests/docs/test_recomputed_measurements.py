@@ -38,9 +38,24 @@ def test_cost_and_peaks_without_cached_weights() -> None:
         *(within(each, 1) for each in costs),
         *(within(each, 3) for each in shares),
     ]
-    found = re.search(r"Losses part by ([\d.]+) nats \(8B\) and ([\d.]+) at the third and fourth step", page)
+    found = re.search(r"Losses part by ([\d.]+) nats \(8B\) and ([\d.]+); so do", page)
     assert found is not None
     assert [float(each) for each in found.groups()] == [within(each, 4) for each in apart]
+
+
+def test_bits_of_runs_without_cached_weights_and_of_twins() -> None:
+    """Runs _a and _b are twins, those of _u had no cached weights, those of det deterministic algorithms."""
+    data = json.loads((RESULTS / "memory-peaks/uncached-twins.json").read_text(encoding="utf-8"))
+    bits: dict[str, dict[str, tuple[list[str], list[float]]]] = {}
+    for name, run in data["runs"].items():
+        variant, _, letter = name.rpartition("_")
+        bits.setdefault(variant, {})[letter] = (run["loss"], run["grad_norm"])
+    assert len(bits) == 8
+    for variant, runs in bits.items():
+        different = [each != runs["a"] for letter, each in runs.items() if letter != "a"]
+        assert different and not any(different) if "-det" in variant else all(different), variant
+    for model in ("6.7b", "llama"):
+        assert bits[f"{model}-det"]["a"] == bits[f"{model}-detgraph"]["u"]
 
 
 def test_kernels_of_experts_in_turn() -> None:

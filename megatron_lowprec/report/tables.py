@@ -82,13 +82,14 @@ def text_columns(groups: Sequence[Group]) -> list[str]:
 
 
 def _by_text(runs: Sequence[Run], columns: Sequence[str]) -> dict[str, str]:
-    """Mean over the runs in each of these columns."""
+    """Mean over the runs in each of these columns, and how many have a score where some lack one."""
     cells = {}
     for column in columns:
         name, _, unit = column.rpartition("\n")
         losses = [run.texts[name] for run in runs if name in run.texts]
         values = [loss.nats if unit == _NATS else loss.bits for loss in losses]
-        cells[column] = number(float(np.mean(values)) if values else math.nan, 4)
+        some = f" ({len(values)} of {len(runs)})" if 0 < len(values) < len(runs) else ""
+        cells[column] = number(float(np.mean(values)) if values else math.nan, 4) + some
     return cells
 
 

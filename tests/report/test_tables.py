@@ -16,7 +16,7 @@ from tests.report.synthetic import add_cells, cell, write_run, write_sweep
 
 
 def test_the_table_has_a_column_for_each_text(tmp_path: Path) -> None:
-    """The mean over the finished runs; bits a byte where they are known."""
+    """The mean over the finished runs, and how many of them were scored; bits a byte where they are known."""
     sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp8": 3.8, "mxfp4": 3.9}, seeds=2)
     for name, losses in {"bf16-s1": (4.0, 3.0), "bf16-s2": (4.2, 3.1), "mxfp8-s1": (4.4, 3.3)}.items():
         data = {"data/docs-test.jsonl.xz": {"loss": losses[0], "bits_per_byte": losses[0] / 4}}
@@ -29,7 +29,7 @@ def test_the_table_has_a_column_for_each_text(tmp_path: Path) -> None:
     assert [column for column in table.columns if column in columns] == columns
     rows = {row[0]: dict(zip(table.columns, row)) for row in table.rows}
     assert [rows["bf16"][column] for column in columns] == ["4.1000", "1.0250", "3.0500"]
-    assert [rows["mxfp8"][column] for column in columns] == ["4.4000", "1.1000", "3.3000"]
+    assert [rows["mxfp8"][column] for column in columns] == ["4.4000 (1 of 2)", "1.1000 (1 of 2)", "3.3000 (1 of 2)"]
     assert [rows["mxfp4"][column] for column in columns] == ["\N{EN DASH}"] * 3
     several = tables.all_groups([group], {group.name: fit}, 0.95)
     assert set(columns) <= set(several.columns)

@@ -9,10 +9,10 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.activation_spec import ActivationSpec
 from megatron_lowprec.recipe.layer_match import Layer, Progress
 from megatron_lowprec.recipe.parsing import RecipeLike, load_recipe
-from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec, ScaleSpec, TensorScaleSpec
+from megatron_lowprec.recipe.quant_spec import QuantSpec, ScaleSpec, TensorScaleSpec
 from megatron_lowprec.recipe.recipe import BF16, GradientSpec, KeepBf16, OptimizerSpec, Phase, Recipe, Rule
 from megatron_lowprec.recipe.registry import get_recipe, recipes, register_recipe
-from megatron_lowprec.recipe.schema import GemmSpec, HistorySpec
+from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, HistorySpec
 
 if TYPE_CHECKING:
     from megatron_lowprec.linear.convert import convert

@@ -27,9 +27,9 @@ from megatron_lowprec.kernels.quantize.reference import (
 )
 from megatron_lowprec.quantization.quantizer import quantize_by_reference
 from megatron_lowprec.recipe.parsing import load_recipe
-from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec
+from megatron_lowprec.recipe.quant_spec import QuantSpec
 from megatron_lowprec.recipe.registry import get_recipe, recipes
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, HadamardSpec
 from megatron_lowprec.scaling import SCALE_RULES
 from megatron_lowprec.shipped import SHIPPED
 

@@ -18,7 +18,8 @@ from megatron_lowprec.lab.experiment import Lab
 from megatron_lowprec.quantization.quantizer import quantize_by_reference
 from megatron_lowprec.quantization.tensor import decode_scales
 from megatron_lowprec.quantization.transform import Transform
-from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec
+from megatron_lowprec.recipe.quant_spec import QuantSpec
+from megatron_lowprec.recipe.schema import HadamardSpec
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 _FP32_MAX = torch.finfo(torch.float32).max

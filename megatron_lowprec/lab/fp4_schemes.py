@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from megatron_lowprec.lab.dot_products import Scheme
 from megatron_lowprec.recipe import registry
-from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec, ScaleSpec, TensorScaleSpec
+from megatron_lowprec.recipe.quant_spec import QuantSpec, ScaleSpec, TensorScaleSpec
+from megatron_lowprec.recipe.schema import HadamardSpec
 
 _UE5M3 = replace(registry.NVFP4, scale=ScaleSpec("1x16", "ue5m3", "product", zero_code="one"))
 _UFP4 = QuantSpec("e1m2", "1x16")

@@ -21,7 +21,8 @@ from megatron_lowprec.lab.fp4_schemes import FP4_SCHEMES
 from megatron_lowprec.quantization.quantizer import quantize_by_reference
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.transform import Transform
-from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec
+from megatron_lowprec.recipe.quant_spec import QuantSpec
+from megatron_lowprec.recipe.schema import HadamardSpec
 from megatron_lowprec.text_tables import Column
 
 ROWS, COLUMNS = 16, 1024

@@ -11,11 +11,13 @@ from megatron_lowprec.kernels.dispatch import adam_update_, adam_update_amax
 from megatron_lowprec.kernels.format_dtypes import DTYPES as FP8_DTYPES
 from megatron_lowprec.kernels.scaled_adam.reference import (
     FORMAT_OF,
+    SECOND,
     STATE,
     Hyperparameters,
     Slot,
     Stream,
     encode_scale,
+    not_to_zero,
 )
 from megatron_lowprec.recipe.recipe import OptimizerSpec
 
@@ -214,7 +216,8 @@ class ScaledAdamW(torch.optim.Optimizer):
         value = value.to(state[name].device, torch.float32)
         amax = value.abs().amax() if value.numel() else torch.zeros((), device=value.device)
         scale = encode_scale(amax, state[name].dtype)
-        state[name].copy_(value.view_as(state[name]) * scale)
+        scaled = value.view_as(state[name]) * scale
+        state[name].copy_(not_to_zero(scaled, state[name].dtype) if place == SECOND else scaled)
         state["decode_scale"][place] = 1 / scale
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

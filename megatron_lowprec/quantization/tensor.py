@@ -12,7 +12,8 @@ from megatron_lowprec.kernels.mx_gemm.operand import from_tiles
 from megatron_lowprec.kernels.quantize.elements import packed, unpacked
 from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale, encode, scale_blocks
 from megatron_lowprec.quantization.transform import Transform
-from megatron_lowprec.recipe.quant_spec import HadamardSpec, QuantSpec
+from megatron_lowprec.recipe.quant_spec import QuantSpec
+from megatron_lowprec.recipe.schema import HadamardSpec
 from megatron_lowprec.scaling import granularity_of
 
 ScaleLayout = Literal["plain", "tiles_128x4"]

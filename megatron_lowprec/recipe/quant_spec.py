@@ -1,4 +1,4 @@
-"""Quantization of one operand: its elements, the levels of its scale, and the transform before both; frozen data."""
+"""Quantization of one operand: its elements and the levels of its scale; frozen data."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ Source = Literal["original", "fprop"]
 FourOverSix = Literal["mse", "mae", "abs_max"]
 ZeroCode = Literal["zero", "flush", "one"]
 Correction = Literal["eden"]
-TransformOutput = Literal["fp32", "operand"]
 
-HADAMARD_BLOCKS = (16, 32, 64, 128, 256)
-FIXED_SIGNS = {"nvfp4": (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)}
-"""Sign vectors that all layers share: ``nvfp4`` is TransformerEngine's."""
 _EXACT_BITS = 8  # of the significand in bf16
 _LEAST, _MOST = 2.0**-63, 2.0**63  # factors of both operands are multiplied in fp32
 _RANGE = "fp32 takes 2^-63 to 2^63"
@@ -215,9 +211,8 @@ class QuantSpec:
         shorthand: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if scale is None and granularity is None:
             raise UserError("an operand lacks its scale: give granularity, such as 1x32, or scale=ScaleSpec(...)")
-        if (
-            scale is not None and margin is None
-        ):  # dataclasses.replace gives every field, and shorthand changes the scale
+        # dataclasses.replace gives every field, margin too, and shorthand changes the scale
+        if scale is not None and margin is None:
             for name, value in shorthand.items():
                 if value != getattr(scale, name):
                     raise UserError(
@@ -274,6 +269,8 @@ class QuantSpec:
                 f"tensor_scale.granularity is {outer[0]}x{outer[1]}, which does not hold whole blocks of "
                 f"{self.granularity}: give multiples of both sizes, such as {block[0]}x{8 * block[1]}"
             )
+        if self.scale_format in CODED_SCALE_FORMATS:
+            self._check_range()
         if self.scale.rule == "divided" and self.tensor_scale is None:
             raise UserError("scale.rule divided was asked without a tensor_scale to divide by: set tensor_scale.target")
         if self.scale.four_over_six is not None and self.format != "e2m1":
@@ -290,6 +287,22 @@ class QuantSpec:
         chosen = "scale.four_over_six" if self.scale.four_over_six else "correction" if self.correction else None
         if chosen and self.headroom != 1.0:
             raise UserError(f"headroom {self.headroom} was asked with {chosen}; set scale.block_target instead")
+
+    def _check_range(self) -> None:
+        """Refuse coded scales that saturate at the amax, or are 0 where it is 1."""
+        scales, largest = FORMATS[self.scale_format], self.scale.block_target or FORMATS[self.format].max
+        most = scales.max * largest
+        if self.tensor_scale is None and 1 / largest < scales.smallest / 2:
+            raise UserError(
+                f"{self.format} elements were asked under {self.scale_format} scales alone, where a block of amax 1 "
+                f"has scale 0: set tensor_scale.target, {most:.15g} at most, or another scale.format"
+            )
+        if self.tensor_scale is not None and self.tensor_scale.target > most:
+            raise UserError(
+                f"tensor_scale.target is {self.tensor_scale.target:.15g}, but {self.scale_format} scales of "
+                f"{self.format} elements reach {most:.15g}, and larger blocks would saturate: set "
+                f"tensor_scale.target={most:.15g}"
+            )
 
     def with_current_scaling(self) -> QuantSpec:
         """The spec whose tensor amax is the tensor's own."""
@@ -361,39 +374,3 @@ class QuantSpec:
 
 def _significant_bits(element: str, scale: str) -> int:
     return FORMATS[element].significant_bits + FORMATS[scale].significant_bits
-
-
-@dataclass(frozen=True)
-class HadamardSpec:
-    """Hadamard transform of both operands of a GEMM along the contracted dimension, before scaling.
-
-    ``x -> (x * sign) H / sqrt(block)`` on contiguous groups of ``block``, with H Sylvester's matrix and one sign
-    vector of ``block`` entries, shared by the GEMM's operands.
-
-    Attributes:
-        signs: ``"random"``, drawn for each GEMM of each microbatch (arXiv 2502.20586, Algorithm 3); ``"none"``, all
-            ones; or a row of ``FIXED_SIGNS``, whose length is the block.
-        output: ``"fp32"``, the transformed entries are quantized as computed; ``"operand"``, they are rounded to the
-            tensor's dtype before (TransformerEngine).
-    """
-
-    block: int = 64
-    signs: str = "random"
-    output: TransformOutput = "fp32"
-
-    def __post_init__(self) -> None:
-        if self.block not in HADAMARD_BLOCKS:
-            raise UserError(f"block is {self.block!r}, but must be one of {', '.join(map(str, HADAMARD_BLOCKS))}")
-        check_fields(self)
-        choices = ("random", "none", *FIXED_SIGNS)
-        if self.signs not in choices:
-            raise UserError(f"signs is {self.signs!r}, but must be one of {', '.join(choices)}")
-        if self.fixed_signs is not None and (length := len(self.fixed_signs)) != self.block:
-            raise UserError(
-                f"signs {self.signs} has {length} entries, and block is {self.block}: set hadamard.block={length}"
-            )
-
-    @property
-    def fixed_signs(self) -> tuple[int, ...] | None:
-        """The fixed sign vector; None for random signs."""
-        return (1,) * self.block if self.signs == "none" else FIXED_SIGNS.get(self.signs)

@@ -15,12 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.field_types import check_fields, named_place
-from megatron_lowprec.recipe.quant_spec import HadamardSpec, HistoryRule, HistoryUpdate, QuantSpec
+from megatron_lowprec.recipe.quant_spec import HistoryRule, HistoryUpdate, QuantSpec
 
+TransformOutput = Literal["fp32", "operand"]
+
+HADAMARD_BLOCKS = (16, 32, 64, 128, 256)
+FIXED_SIGNS = {"nvfp4": (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)}
+"""Sign vectors that all layers share: ``nvfp4`` is TransformerEngine's."""
 GEMM_OPERANDS: dict[str, tuple[str, str]] = {
     "fprop": ("input", "weight"),
     "dgrad": ("grad_output", "weight"),
@@ -42,6 +47,42 @@ class HistorySpec(NamedTuple):
     length: int
     rule: HistoryRule
     update: HistoryUpdate = "step"
+
+
+@dataclass(frozen=True)
+class HadamardSpec:
+    """Hadamard transform of both operands of a GEMM along the contracted dimension, before scaling.
+
+    ``x -> (x * sign) H / sqrt(block)`` on contiguous groups of ``block``, with H Sylvester's matrix and one sign
+    vector of ``block`` entries, shared by the GEMM's operands.
+
+    Attributes:
+        signs: ``"random"``, drawn for each GEMM of each microbatch (arXiv 2502.20586, Algorithm 3); ``"none"``, all
+            ones; or a row of ``FIXED_SIGNS``, whose length is the block.
+        output: ``"fp32"``, the transformed entries are quantized as computed; ``"operand"``, they are rounded to the
+            tensor's dtype before (TransformerEngine).
+    """
+
+    block: int = 64
+    signs: str = "random"
+    output: TransformOutput = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.block not in HADAMARD_BLOCKS:
+            raise UserError(f"block is {self.block!r}, but must be one of {', '.join(map(str, HADAMARD_BLOCKS))}")
+        check_fields(self)
+        choices = ("random", "none", *FIXED_SIGNS)
+        if self.signs not in choices:
+            raise UserError(f"signs is {self.signs!r}, but must be one of {', '.join(choices)}")
+        if self.fixed_signs is not None and (length := len(self.fixed_signs)) != self.block:
+            raise UserError(
+                f"signs {self.signs} has {length} entries, and block is {self.block}: set hadamard.block={length}"
+            )
+
+    @property
+    def fixed_signs(self) -> tuple[int, ...] | None:
+        """The fixed sign vector; None for random signs."""
+        return (1,) * self.block if self.signs == "none" else FIXED_SIGNS.get(self.signs)
 
 
 @dataclass(frozen=True)

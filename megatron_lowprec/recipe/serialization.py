@@ -11,10 +11,17 @@ from typing import Any, TypeVar
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.field_types import field_types, fits, named_place, without_none
-from megatron_lowprec.recipe.quant_spec import HadamardSpec, ScaleSpec, TensorScaleSpec
+from megatron_lowprec.recipe.quant_spec import ScaleSpec, TensorScaleSpec
 from megatron_lowprec.recipe.recipe import Phase, Recipe, Rule
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, LinearRecipe, QuantSpec, check_operands
+from megatron_lowprec.recipe.schema import (
+    GEMM_OPERANDS,
+    GemmSpec,
+    HadamardSpec,
+    LinearRecipe,
+    QuantSpec,
+    check_operands,
+)
 
 T = TypeVar("T")
 _CHANGES = ("rules", "phases")  # fields that are lists of changes of GEMMs

@@ -81,16 +81,16 @@ def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert done.stderr.startswith(ERROR)
 
 
-REFUSED = [command.words for page in PAGES for command, _ in refusals(page)]
+REFUSED = [(command.words, said) for page in PAGES for command, said in refusals(page)]
 
 
 def test_refused_commands_are_found() -> None:
     assert len(REFUSED) > 8
 
 
-@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
-def test_command_is_refused_before_the_run_starts(
-    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("words", "said"), REFUSED, ids=[" ".join(words) for words, _ in REFUSED])
+def test_command_is_refused_before_the_run_starts_in_these_words(
+    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     processes, arguments = 1, list(words[2:])
     if words[0] == "torchrun":
@@ -103,8 +103,9 @@ def test_command_is_refused_before_the_run_starts(
     monkeypatch.setattr(driver, "initialize", started)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # as on the machine of the page's reader
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError) as refusal:
         driver.run(arguments, Ranks(0, processes, 0, processes))
+    assert str(refusal.value) == said
 
 
 @pytest.mark.slow

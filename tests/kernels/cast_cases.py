@@ -54,6 +54,7 @@ class Case:
     kind: str = "matrix"  # what is cast: x, or what GELU, dropout or a norm makes of it
     tiling: int | None = None  # which of the kernel's; None: as it chooses itself
     margin: int = 0
+    floor: float = FLOOR  # of the amax of rows
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, field.name)) for field in fields(self)).replace("torch.", "")
@@ -136,9 +137,8 @@ def differences(case: Case, device: str) -> list[str]:
 
     source = prologue_of(case, input_of(case, device))
     x = made_of(source)
-    rule = Fp8Rule(
-        FORMATS[case.fmt], case.granularity, case.rule, FLOOR if case.granularity == "row" else 0.0, case.margin
-    )
+    floor = case.floor if case.granularity == "row" else 0.0
+    rule = Fp8Rule(FORMATS[case.fmt], case.granularity, case.rule, floor, case.margin)
     given = None if case.given is None else torch.tensor([case.given], device=device)
     observed = torch.full((1,), 1e-3, device=device)
     ways = {"rowwise": "r" in case.ways, "columnwise": "c" in case.ways}
@@ -233,6 +233,7 @@ def small_cases() -> list[Case]:
         Case(37, 144, bf16, "e5m2", "tensor", "amax", "c", given=0.0),
         Case(150, 144, bf16, "e4m3", "row", "amax_pow2", "rc"),
         Case(150, 144, bf16, "e4m3", "row", "amax_pow2", "r", special=False),
+        Case(150, 144, bf16, "e4m3", "row", "amax", "rc", special=False, floor=1e-37),
         Case(150, 256, bf16, "e4m3", "1x128", "amax", "rc"),
         Case(150, 256, fp32, "e4m3", "1x128", "amax", "c"),
         Case(150, 384, bf16, "e4m3", "128x128", "amax", "rc"),

@@ -78,6 +78,10 @@ def rival_cases() -> list[Case]:
         Case(37, 72, bf16, "e2m1", "product", nearest, 0, "rc", options=largest, square=True, **scales),
         Case(37, 64, bf16, "e2m1", "divided", nearest, 32, "rc", sharded=True, **corrected, **scales),
         Case(37, 64, bf16, "e2m1", "product", nearest, 0, "r", scale_rounding=sr, random_bits=8, codes=True, **scales),
+        *(
+            Case(37, 64, torch.float32, "e2m1", rule, nearest, 0, "rc", target=2688.0, tiny=True, **scales)
+            for rule in ("divided", "quotient")
+        ),
     ]
 
 

@@ -43,6 +43,7 @@ class Case:
     rounds: bool = False  # transformed values are rounded to the operand's dtype
     options: CodedOptions = PLAIN
     scale_rounding: str = "nearest_even"
+    tiny: bool = False  # one entry only, whose quotient by the target underflows
     finite: bool = True  # the tensor's amax is that of its finite entries, as one from a history may be
 
     def __str__(self) -> str:
@@ -63,6 +64,9 @@ def input_of(case: Case, device: str) -> torch.Tensor:
     x.view(-1)[where] = edge.repeat(3).to(case.dtype)
     x[:, :32] = 0
     x[: case.rows // 2, 32:64] = 6.0 * 2.0 ** torch.randint(-3, 3, (case.rows // 2, 32), generator=generator)
+    if case.tiny:
+        x = torch.zeros_like(x)
+        x[0, 0] = 1e-42
     return x.to(device)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_lowprec.recipe.quant_spec import HADAMARD_BLOCKS
+from megatron_lowprec.recipe.schema import HADAMARD_BLOCKS
 
 
 @pytest.mark.parametrize("group", HADAMARD_BLOCKS)

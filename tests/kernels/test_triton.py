@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_lowprec.quantization.tensor import QuantizedTensor
-from megatron_lowprec.recipe.quant_spec import HADAMARD_BLOCKS
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.recipe.schema import HADAMARD_BLOCKS
 from tests.kernels.interpreted import assert_no_differences
 from tests.kernels.mx_cases import gpu_cases, small_cases
 from tests.kernels.mx_launch import Case, differences

@@ -272,3 +272,9 @@ def test_a_second_moment_below_its_format_does_not_become_zero(rounding: str) ->
         mine.step()
     assert float(mine.get_unscaled_state(weight, "exp_avg_sq").min()) > 0
     assert float(weight.abs().max()) < 3 * 3 * OPTIONS["lr"]
+    loaded = gradient.square()
+    loaded[-1] = 0
+    mine.set_scaled_state(weight, "exp_avg_sq", loaded)
+    got = mine.get_unscaled_state(weight, "exp_avg_sq")
+    assert float(got[:-1].min()) > 0
+    assert float(got[-1]) == 0

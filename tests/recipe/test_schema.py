@@ -10,9 +10,9 @@ import torch
 
 from megatron_lowprec import GemmSpec, HadamardSpec, KeepBf16, LowPrecLinear, QuantSpec, Recipe, UserError
 from megatron_lowprec.formats import ELEMENT_FORMATS
-from megatron_lowprec.recipe.quant_spec import FIXED_SIGNS, ScaleSpec, TensorScaleSpec
+from megatron_lowprec.recipe.quant_spec import ScaleSpec, TensorScaleSpec
 from megatron_lowprec.recipe.recipe import OptimizerSpec, Rule
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS
+from megatron_lowprec.recipe.schema import FIXED_SIGNS, GEMM_OPERANDS
 from megatron_lowprec.scaling import SCALE_FORMATS, scale_rules
 from tests.refusal import refused
 
@@ -95,6 +95,20 @@ NVFP4 = QuantSpec("e2m1", **E4M3_SCALES, tensor_scale=TensorScaleSpec(2688.0))
         (
             {"format": "e2m1", "scale": ScaleSpec(**CODED, four_over_six="mse"), "headroom": 0.75},
             "headroom 0.75 was asked with scale.four_over_six; set scale.block_target instead",
+        ),
+        (
+            {"format": "e1m2", "scale": ScaleSpec(**CODED), "tensor_scale": TensorScaleSpec(2688.0)},
+            "tensor_scale.target is 2688, but e4m3 scales of e1m2 elements reach 784, and larger blocks would "
+            "saturate: set tensor_scale.target=784",
+        ),
+        (
+            {"format": "e2m1", "scale": ScaleSpec(**CODED, block_target=4.0), "tensor_scale": TensorScaleSpec(2688.0)},
+            "set tensor_scale.target=1792",
+        ),
+        (
+            {"format": "e5m2", "scale": ScaleSpec(**CODED)},
+            "e5m2 elements were asked under e4m3 scales alone, where a block of amax 1 has scale 0: set "
+            "tensor_scale.target, 25690112 at most",
         ),
         (
             {"scale": ScaleSpec(**CODED | {"rule": "divided"})},

@@ -143,7 +143,9 @@ class Fp8Rule(KernelCache):
         floor32 = floor.float()
         if floor32 < floor:
             floor32 = torch.nextafter(floor32, torch.tensor(torch.inf))
-        return scaled_max, float(floor32), float((scaled_max / floor).float()) if self.amax_floor else 1.0
+        largest = torch.finfo(torch.float32).max  # of a scale, as where there is no floor
+        floor_scale = float((scaled_max / floor).clamp(max=largest).float()) if self.amax_floor else 1.0
+        return scaled_max, float(floor32), floor_scale
 
     def padded_rows(self, rows: int) -> tuple[int, int]:
         """Rows of rowwise data, and length of columnwise data, of a matrix with ``rows`` rows."""

@@ -75,8 +75,8 @@ def tensor_scale(
     """Scale above block scales from the amax that it covers, by a coded rule; T = target / 2^margin.
 
     ``product`` and ``base`` have encode = fl(T / amax) and decode = fl(1 / encode), ``quotient`` and ``divided`` a
-    quotient as decode and encode = fl(1 / decode). amax 0 gives 1. Encode scales end at fp32's maximum; NaN and Inf
-    give NaN.
+    quotient as decode and encode = fl(1 / decode). amax 0 and a quotient that underflows give 1. Encode scales end at
+    fp32's maximum; NaN and Inf give NaN.
 
     Args:
         amax: fp32, any shape, not negative.
@@ -90,9 +90,10 @@ def tensor_scale(
         assert largest is not None
         of_scales = torch.full_like(amax, target / largest * 2.0**-margin)
         first = (known / of_scales) / torch.full_like(amax, largest)
-        first = torch.where(amax == 0, 1.0, first)
     else:
         first = known / scaled_max if row.divides else (scaled_max / known).clamp(max=_FP32_MAX)
+    if row.divides:  # 0: of an amax too small to be divided
+        first = torch.where((amax == 0) | (first == 0), 1.0, first)
     second = (torch.ones_like(first) / first).clamp(max=_FP32_MAX)
     encode, decode = (second, first) if row.divides else (first, second)
     shortfall = torch.where(encode == _FP32_MAX, known * encode / scaled_max, 1.0)

@@ -41,9 +41,9 @@ def tensor_scale(amax, MX: tl.constexpr):
         if (_IN_STEPS >> MX.RULE) & 1:
             of_scales = tl.full([], MX.TARGET / MX.LARGEST, tl.float32)
             decode = tl.div_rn(tl.div_rn(known, of_scales), tl.full([], MX.LARGEST, tl.float32))
-            decode = tl.where(amax == 0.0, one, decode)
         else:
             decode = tl.div_rn(known, target)
+        decode = tl.where((amax == 0.0) | (decode == 0.0), one, decode)
         encode = tl.minimum(tl.div_rn(one, decode), _FP32_MAX)
     else:
         encode = tl.minimum(tl.div_rn(target, known), _FP32_MAX)

@@ -160,12 +160,19 @@ def update_(
             slot = slot._replace(decode_scale=torch.ones(3))
         for part, (codes, new) in enumerate(zip(slot.state, _updated(slot, step, grad_factor), strict=True)):
             scaled = new * scales[part]
-            if part == SECOND and codes.dtype in FORMAT_OF:
-                scaled = torch.where(scaled > 0, scaled.clamp(min=FORMAT_OF[codes.dtype].smallest), scaled)
+            if part == SECOND:
+                scaled = not_to_zero(scaled, codes.dtype)
             codes.copy_(_rounded(scaled, codes.dtype, slot.stream, step.step, part))
         slot.decode_scale.copy_(1 / scales)
         if slot.weight is not None:
             slot.weight.copy_(slot.master.float() * slot.decode_scale[2])
+
+
+def not_to_zero(scaled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A scaled second moment with positive values raised to ``dtype``'s smallest: eps would divide where one is 0."""
+    if dtype not in FORMAT_OF:
+        return scaled
+    return torch.where(scaled > 0, scaled.clamp(min=FORMAT_OF[dtype].smallest), scaled)
 
 
 def random_bits(fmt: Format) -> int:

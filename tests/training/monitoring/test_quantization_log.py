@@ -196,7 +196,7 @@ def test_bf16_writes_no_quantization_log(drive: Drive, capsys: pytest.CaptureFix
         ),
         (
             {"log_quantization_interval": 5, "transformer_impl": "transformer_engine"},
-            "is for --transformer-impl local, and this run has --transformer-impl transformer_engine; leave one of",
+            "is for --transformer-impl local, and this run has --transformer-impl transformer_engine; give --transf",
         ),
     ],
 )

@@ -20,9 +20,8 @@ from megatron_lowprec.quantization.device_rng_step import device_rng_step
 from megatron_lowprec.quantization.quantizer import mx_rule, quantize_by_reference, with_amaxes
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
 from megatron_lowprec.quantization.transform import Transform
-from megatron_lowprec.recipe.quant_spec import HadamardSpec
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8, NVFP4, NVFP4_16X16
-from megatron_lowprec.recipe.schema import QuantSpec
+from megatron_lowprec.recipe.schema import HadamardSpec, QuantSpec
 from megatron_lowprec.text_tables import Column, Row, named
 from tools.bench.measure import Bench, Copy, Timing, cycle_inputs, errors_as_faults, rate
 from tools.bench.report import Report, spread_columns

@@ -11,6 +11,11 @@ from typing import Any, NoReturn
 
 _LONGEST = 4000  # characters of a message, which may quote a file
 _CLOSED_PIPE = 128 + 13  # a shell's exit code for SIGPIPE
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Where only the message has the number: safetensors', which is Rust, and of torch's worker processes.
+_QUOTED_NUMBER = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
+# torch's zip writer has no number; a position is unexpected after a write that stored too little.
+_SHORT_WRITE = re.compile(r"inline_container\.cc:\d+\] \. unexpected pos|PytorchStreamWriter failed writing file")
 # Characters that steer a terminal, or that UTF-8 cannot encode (a surrogate is half of a character).
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -65,12 +70,24 @@ def names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
-def disk_is_full(error: OSError) -> UserError | None:
-    """The error of a full disk or an exhausted quota in the user's words; None for another error."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return None
-    where = "" if error.filename is None else f": {error.filename}"
-    return UserError(f"{os.strerror(error.errno)}{where}; make room, or name another folder")
+def disk_is_full(error: BaseException) -> UserError | None:
+    """The error of a full disk, an exhausted quota or a file over its limit in the user's words; None for another.
+
+    Libraries raise other types than OSError for it: safetensors' has the number in its message, torch's may have none.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        numbers, short = [error.errno], False
+    else:
+        message = str(error)
+        numbers = [int(found[1] or found[2]) for found in _QUOTED_NUMBER.finditer(message)]
+        short = _SHORT_WRITE.search(message) is not None
+    what = next((os.strerror(number) for number in numbers if number in _FULL), None)
+    if what is None:
+        if not short:
+            return None
+        what = "a file could not be written to its end"
+    name = getattr(error, "filename", None)
+    return UserError(f"{what}{'' if name is None else f': {name}'}; make room, or name another folder")
 
 
 def run_tool(name: str, work: Callable[[], int | None]) -> int:
@@ -90,7 +107,7 @@ def run_tool(name: str, work: Callable[[], int | None]) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
         return _CLOSED_PIPE
-    except OSError as error:
+    except Exception as error:
         if (full := disk_is_full(error)) is None:
             raise
         print(f"{name}: error: {full}", file=sys.stderr)

@@ -81,7 +81,30 @@ def test_a_full_disk_is_named() -> None:
         "tool.py: error: No space left on device: runs/x.json; make room, or name another folder\n",
     )
     assert isinstance(disk_is_full(OSError(errno.EDQUOT, "quota")), UserError)
+    assert isinstance(disk_is_full(OSError(errno.EFBIG, "large")), UserError)
     assert disk_is_full(OSError(errno.EACCES, "denied")) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("Error while serializing: I/O error: No space left on device (os error 28)", "No space left on device"),
+        ("Worker failure: [Errno 28] No space left on device: 'runs/__0_0.distcp'", "No space left on device"),
+        ("first [Errno 2], then [Errno 122] Disk quota exceeded", "Disk quota exceeded"),
+        ("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", "a file could not be written to its"),
+        ("Error while serializing: I/O error: Permission denied (os error 13)", None),
+        ("unexpected pos", None),
+    ],
+)
+def test_a_full_disk_is_named_for_libraries_that_raise_other_types(message: str, shown: str | None) -> None:
+    code, error = ended(f"exec({f'raise RuntimeError({message!r})'!r})", reader=True)
+    if shown is None:
+        assert (code, "RuntimeError" in error) == (1, True)
+        assert disk_is_full(RuntimeError(message)) is None
+    else:
+        assert (code, error.count("\n")) == (2, 1)
+        assert error.startswith(f"tool.py: error: {shown}")
+        assert error.endswith("; make room, or name another folder\n")
 
 
 def test_a_tool_without_words_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_lowprec.errors import Parser, UserError
+from megatron_lowprec.errors import Parser, UserError, disk_is_full
 from megatron_lowprec.shipped import find
 from megatron_lowprec.training.checkpoint import loader
 from megatron_lowprec.training.checkpoint.resume import check_tokenizer
@@ -92,7 +92,7 @@ def check_flags(args: argparse.Namespace) -> None:
     """
     if not args.data_path and args.wikitext is None:
         raise UserError("nothing to score: give --data-path or --wikitext")
-    for name in ("split", "part", "max_tokens"):
+    for name in ("split", "part", "max_tokens", "data_cache_path"):
         value = getattr(args, name)
         if value is not None and not args.data_path:
             raise UserError(f"{flag(name)} {value} is for --data-path only; add --data-path, or leave it out")
@@ -117,6 +117,10 @@ def main(arguments: Sequence[str] | None = None, program: str = "evaluate.py") -
         evaluate(args, ranks)
     except UserError as error:
         return startup.fail(program, error, ranks)
+    except OSError as error:  # of --out or of tokenized text
+        if (full := disk_is_full(error)) is None:
+            raise
+        return startup.fail(program, full, ranks)
     return 0
 
 

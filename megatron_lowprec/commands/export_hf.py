@@ -26,7 +26,7 @@ from megatron_lowprec.training.config.paths import check_folder
 from megatron_lowprec.training.convert.hf_config import to_hf_config
 from megatron_lowprec.training.convert.hf_tokenizer import write_tokenizer
 from megatron_lowprec.training.convert.hf_weights import to_hf_weights
-from megatron_lowprec.training.convert.store import read_weights
+from megatron_lowprec.training.convert.store import read_weights, whole_or_nothing
 from megatron_lowprec.training.data.tokenizer import tokenizer_of
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -63,11 +63,12 @@ def export(args: argparse.Namespace) -> list[str]:
     about = to_hf_config(config, tokenizer.vocab_size, tokenizer.eod, name)
     tensors = to_hf_weights(config, read_weights(found.folder), tokenizer.vocab_size, getattr(torch, name))
     out.mkdir(parents=True, exist_ok=True)
-    weights = out / "model.safetensors"
-    save_file(tensors, weights, metadata={"format": "pt"})
-    default_mode(weights)
-    (out / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    files = write_tokenizer(config, config.shape.max_position_embeddings, out)
+    with whole_or_nothing(out, f"--out {out}"):
+        weights = out / "model.safetensors"
+        save_file(tensors, weights, metadata={"format": "pt"})
+        default_mode(weights)
+        (out / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        files = write_tokenizer(config, config.shape.max_position_embeddings, out)
     count = sum(tensor.numel() for tensor in tensors.values())
     lines = [f"{found.folder} -> {out}: {about['architectures'][0]}, {count:,} weights in {name}"]
     return [*found.notes, *lines, f"tokenizer: {tokenizer}; {', '.join(files) or 'no files'}"]

@@ -27,7 +27,7 @@ from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.convert.hf_config import defaults_taken, from_hf_config, vocabulary_of
 from megatron_lowprec.training.convert.hf_tokenizer import tokenizer_options
 from megatron_lowprec.training.convert.hf_weights import from_hf_weights, is_bf16
-from megatron_lowprec.training.convert.store import check_vocabulary, write_checkpoint
+from megatron_lowprec.training.convert.store import check_vocabulary, training_hint, write_checkpoint
 from megatron_lowprec.training.data.tokenizer import json_object, padded_vocab_size, tokenizer_of
 
 
@@ -81,7 +81,7 @@ def convert(args: argparse.Namespace) -> list[str]:
         f"tokenizer: {tokenizer}"
         if files
         else f"tokenizer: the folder has no file of one, so samples are ids: {tokenizer}",
-        f"train with: --config {args.save}/model.yaml --load {args.save} --finetune, with your --lr and data",
+        training_hint(args.save),
     ]
 
 

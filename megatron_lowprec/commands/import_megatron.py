@@ -15,14 +15,23 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
+from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.convert import stock
-from megatron_lowprec.training.convert.store import check_vocabulary, write_checkpoint
+from megatron_lowprec.training.convert.store import check_vocabulary, training_hint, write_checkpoint
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 from megatron_lowprec.training.distributed import startup
+
+_KINDS = {
+    frozenset({"vocab_file", "merge_file"}): "GPT2BPETokenizer",
+    frozenset({"tokenizer_model"}): "HuggingFaceTokenizer",
+    frozenset[str](): "NullTokenizer",
+}
+"""Type of tokenizer by the files that are given."""
 
 
 def parse_arguments(arguments: Sequence[str] | None, program: str) -> argparse.Namespace:
@@ -33,7 +42,7 @@ def parse_arguments(arguments: Sequence[str] | None, program: str) -> argparse.N
     parser.add_argument("--vocab-file", help="vocab.json of a GPT2BPETokenizer")
     parser.add_argument("--merge-file", help="merges.txt of a GPT2BPETokenizer")
     parser.add_argument("--tokenizer-model", help="tokenizer.json, or a folder with one")
-    parser.add_argument("--vocab-size", type=int, help="number of ids of a NullTokenizer, which has no files")
+    parser.add_argument("--vocab-size", type=int, help="number of ids of a NullTokenizer; checked for the others")
     parser.add_argument(
         "--trust",
         action="store_true",
@@ -55,14 +64,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "import_megatron
 
 def convert(args: argparse.Namespace) -> list[str]:
     """Read, convert and write; returns a summary."""
-    if args.tokenizer_model is not None:
-        named = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": args.tokenizer_model}
-    elif args.vocab_size is not None:
-        named = {"tokenizer_type": "NullTokenizer", "vocab_size": args.vocab_size}
-    elif args.vocab_file is not None and args.merge_file is not None:
-        named = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": args.vocab_file, "merge_file": args.merge_file}
-    else:
-        raise UserError("which tokenizer? give --vocab-file and --merge-file, --tokenizer-model, or --vocab-size")
+    named = _tokenizer_options(args)
     found = stock.read(args.load, args.trust)
     config = resolve_model(Config(**stock.options(found.args), **named))
     tokenizer = tokenizer_of(config)
@@ -76,5 +78,19 @@ def convert(args: argparse.Namespace) -> list[str]:
     return [
         f"{found.folder} -> {final}: {sum(w.numel() for w in found.weights.values()):,} weights",
         f"tokenizer: {tokenizer}",
-        f"train with: --config {args.save}/model.yaml --load {args.save} --finetune, with your --lr and data",
+        training_hint(args.save),
     ]
+
+
+def _tokenizer_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of the one tokenizer that the flags name."""
+    names = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    kind = _KINDS.get(frozenset(given.keys() - {"vocab_size"}))
+    if kind is None or not given:
+        found = ", ".join(map(flag, given)) or "none"
+        raise UserError(
+            f"which tokenizer? found {found}: give either --vocab-file and --merge-file, or --tokenizer-model, or only "
+            "--vocab-size"
+        )
+    return {"tokenizer_type": kind, **given}

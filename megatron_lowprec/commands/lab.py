@@ -16,6 +16,7 @@ report makes one HTML page of all experiments in the folder, and of the telemetr
 
 import argparse
 import importlib
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,10 +69,24 @@ def main(arguments: Sequence[str] | None = None, program: str = "numerics.py") -
     parser.add_argument("--quick", action="store_true", help="a smoke test: few samples, short vectors")
     args = parser.parse_args(arguments)
     given = [Path(each).name for each in args.arguments]  # results do not name folders of the machine
+    idle = [f"--{name}" for name in _idle(args.experiment) if getattr(args, name) != parser.get_default(name)]
     argv = [args.experiment, *given, "--out", "DIR", "--seed", str(args.seed), "--device", args.device]
     if args.experiment in ON_ARGUMENTS:
         argv += [*(["--recipes", ",".join(args.recipes)] if args.recipes else []), "--draws", str(args.draws)]
-    return run_tool(program, lambda: _run(args, [*argv, "--quick"] if args.quick else argv))
+
+    def work() -> None:
+        if idle:
+            raise UserError(f"{', '.join(idle)} was given, but {args.experiment} does not read it; leave it out")
+        _run(args, [*argv, "--quick"] if args.quick else argv)
+
+    return run_tool(program, work)
+
+
+def _idle(experiment: str) -> tuple[str, ...]:
+    """Flags that an experiment does not read."""
+    if experiment == "report":
+        return ("recipes", "draws", "seed", "device", "quick")
+    return () if experiment in ON_ARGUMENTS else ("recipes", "draws")
 
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
@@ -86,13 +101,14 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     if args.experiment == "report":
         _report(args)
         return
-    if args.experiment not in ON_ARGUMENTS and (args.arguments or args.recipes):
-        found = " ".join([*args.arguments, *args.recipes])
-        raise UserError(f"{args.experiment} takes no files and no recipes, but {found} was given; leave it out")
+    if args.experiment not in ON_ARGUMENTS and args.arguments:
+        raise UserError(
+            f"{args.experiment} takes no files and no recipes, but {' '.join(args.arguments)} was given; leave it out"
+        )
     check_folder(args.out, "--out")
     args.out.mkdir(parents=True, exist_ok=True)
     lab = Lab(torch.device(args.device), args.seed, args.quick)
-    conditions = header(lab.device, ["megatron-lowprec lab", *argv])
+    conditions = header(lab.device, ["megatron-lowprec lab", *map(shlex.quote, argv)])
     for name in EXPERIMENTS if args.experiment == "all" else (args.experiment,):
         start = time.perf_counter()
         module = importlib.import_module(f"megatron_lowprec.lab.{(EXPERIMENTS | ON_ARGUMENTS)[name]}")
@@ -105,8 +121,6 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
 def _report(args: argparse.Namespace) -> None:
     from megatron_lowprec.lab import page
 
-    if args.recipes:
-        raise UserError("report takes folders of runs, but --recipes was given; leave it out")
     check_folder(args.out, "--out")
     args.out.mkdir(parents=True, exist_ok=True)
     print(page.write(args.out, [Path(run) for run in args.arguments]))

@@ -16,9 +16,19 @@ import time
 from collections.abc import Sequence
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
+from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.data import corpus_writer, indexed_dataset
 from megatron_lowprec.training.data.progress import progress_bar
 from megatron_lowprec.training.data.tokenizer import TOKENIZER_TYPES, tokenizer_of
+
+_OF_VERIFY = ("verify", "vocab_size")
+# Flags of files that a tokenizer reads.
+_FILES = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "NullTokenizer": (),
+}
 
 
 def parse_arguments(arguments: Sequence[str] | None, program: str) -> argparse.Namespace:
@@ -41,6 +51,14 @@ def parse_arguments(arguments: Sequence[str] | None, program: str) -> argparse.N
     args = parser.parse_args(arguments)
     if args.verify is None and (args.input is None or args.output_prefix is None):
         parser.error("give --input and --output-prefix, or --verify")
+    if args.verify is not None:
+        idle = [
+            flag(name)
+            for name, value in vars(args).items()
+            if name not in _OF_VERIFY and value != parser.get_default(name)
+        ]
+        if idle:
+            parser.error(f"--verify only reads corpora, with no use for {', '.join(idle)}: leave it out")
     return args
 
 
@@ -65,6 +83,11 @@ def _preprocess(args: argparse.Namespace) -> None:
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: must be at least 1")
     start = time.perf_counter()
+    for name in ("vocab_file", "merge_file", "tokenizer_model"):
+        if getattr(args, name) is not None and name not in _FILES[args.tokenizer_type]:
+            raise UserError(
+                f"{flag(name)} is not read by --tokenizer-type {args.tokenizer_type}; leave one of them out"
+            )
     tokenizer = tokenizer_of(args)
     prefixes = {key: f"{args.output_prefix}_{key}_document" for key in args.json_keys}
     options = {"workers": args.workers, "append_eod": args.append_eod}

@@ -1,6 +1,6 @@
 """Which of Megatron-LM's arguments a recipe cannot have under ``--spec``."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import __version__
@@ -8,6 +8,38 @@ from megatron.core import __version__
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.releases import IGNORES_RAMPS, LEAVES_MODEL_ON_CPU
 from megatron_lowprec.recipe.recipe import Recipe
+
+
+class _Stock(NamedTuple):
+    """A flag for quantization by TransformerEngine, which layers of a recipe do not read."""
+
+    flag: str  # as given, with {} for its value
+    default: Any
+    instead: str
+
+
+_FOR_OPERANDS = "after the recipe's name in --spec, and the same for the other operands"
+_AFTER_NAME = "after the recipe's name in --spec"
+_STOCK_QUANTIZATION = {
+    "fp8_recipe": _Stock("--fp8-recipe {}", "delayed", "name a recipe with such scales in --spec"),
+    "fp8_margin": _Stock("--fp8-margin {}", 0, f"write fprop.input.margin={{}} {_FOR_OPERANDS}"),
+    "fp8_interval": _Stock("--fp8-interval {}", 1, "scales are computed at every step"),
+    "fp8_amax_history_len": _Stock("--fp8-amax-history-len {}", 1, f"write fprop.input.history={{}} {_FOR_OPERANDS}"),
+    "fp8_amax_compute_algo": _Stock(
+        "--fp8-amax-compute-algo {}", "most_recent", f"write fprop.input.history_rule={{}} {_FOR_OPERANDS}"
+    ),
+    "fp8_wgrad": _Stock("--no-fp8-wgrad", True, f"write wgrad.input=null wgrad.grad_output=null {_AFTER_NAME}"),
+    "fp8_quantizer_factory": _Stock("--fp8-quantizer-factory {}", None, "name a YAML file of a recipe in --spec"),
+    "fp4_recipe": _Stock("--fp4-recipe {}", "nvfp4", "name a recipe with FP4 in --spec"),
+    "fp4_quantizer_factory": _Stock("--fp4-quantizer-factory {}", None, "name a YAML file of a recipe in --spec"),
+    "num_layers_at_start_in_bf16": _Stock(
+        "--num-layers-at-start-in-bf16 {}", 1, f"write keep_bf16.first_layers={{}} {_AFTER_NAME}"
+    ),
+    "num_layers_at_end_in_bf16": _Stock(
+        "--num-layers-at-end-in-bf16 {}", 1, f"write keep_bf16.last_layers={{}} {_AFTER_NAME}"
+    ),
+}
+_GATHER = "--fp8-sequence-parallel-gather"
 
 
 def check_arguments(recipe: Recipe, args: Any) -> None:
@@ -34,8 +66,32 @@ def check_arguments(recipe: Recipe, args: Any) -> None:
             f"--use-cpu-initialization leaves the model on the CPU under Megatron-LM {__version__}, whose optimizer "
             "refuses it: leave it out"
         )
-    if recipe.changes_training and args is not None:
-        _check_training_state(recipe, args)
+    if args is not None:
+        _check_quantization(args)
+        if recipe.changes_training:
+            _check_training_state(recipe, args)
+
+
+def _check_quantization(args: Any) -> None:
+    """Only the recipe quantizes; Megatron-LM would accept these flags silently."""
+    if getattr(args, "first_last_layers_bf16", False):
+        first, last = (getattr(args, f"num_layers_at_{end}_in_bf16", 1) for end in ("start", "end"))
+        raise UserError(
+            f"--first-last-layers-bf16 has no effect under --spec: leave it out, with its numbers of layers, and write "
+            f"keep_bf16.first_layers={first} keep_bf16.last_layers={last} {_AFTER_NAME}"
+        )
+    for name, stock in _STOCK_QUANTIZATION.items():
+        value = getattr(args, name, stock.default)
+        if value != stock.default:
+            raise UserError(
+                f"{stock.flag.format(value)} has no effect under --spec: leave it out; {stock.instead.format(value)}"
+            )
+    words = " ".join(getattr(args, "spec", None) or ()).split()
+    if _GATHER in words and not getattr(args, "sequence_parallel", False):
+        raise UserError(
+            f"{_GATHER} in --spec does nothing without --sequence-parallel, which Megatron-LM switches off at "
+            "--tensor-model-parallel-size 1: add it with a size above 1, or leave the gather out"
+        )
 
 
 def _check_training_state(recipe: Recipe, args: Any) -> None:

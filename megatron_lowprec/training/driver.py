@@ -37,8 +37,7 @@ def main(argv: Sequence[str], program: str = "pretrain_gpt.py") -> int:
             print(f"{program}: stopped by Ctrl-C, nothing saved; SIGTERM saves first", file=sys.stderr, flush=True)
         return 130
     except Exception as error:  # noqa: BLE001 - shown in full there
-        full = disk_is_full(error) if isinstance(error, OSError) else None
-        if full is not None:
+        if (full := disk_is_full(error)) is not None:
             return startup.fail(program, full, ranks)
         from megatron_lowprec.training.distributed import watchdog
 

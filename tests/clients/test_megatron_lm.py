@@ -211,6 +211,10 @@ def test_amax_histories_are_in_megatron_lm_s_checkpoints(megatron_lm: MegatronLM
         (spec("mxfp4_rht_s"), "there is no recipe 'mxfp4_rht_s': did you mean mxfp4_rht_sr"),
         (spec("fp8_lm"), "fp8_lm quantizes optimizer state, gradients or weights, which needs --use-distributed-opt"),
         ([*spec("mxfp8"), "--fp8-format", "hybrid"], "TransformerConfig.fp8 is 'hybrid'"),
+        ([*spec("mxfp8"), "--first-last-layers-bf16"], "--first-last-layers-bf16 has no effect under --spec"),
+        ([*spec("mxfp8"), "--no-fp8-wgrad"], "--no-fp8-wgrad has no effect under --spec"),
+        ([*spec("fp8_delayed"), "--fp8-amax-history-len", "7"], "--fp8-amax-history-len 7 has no effect under --spec"),
+        (spec("fp8_delayed --fp8-sequence-parallel-gather"), "does nothing without --sequence-parallel"),
     ],
 )
 def test_errors_are_named(megatron_lm: MegatronLM, arguments: list[str], words: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lowprec import UserError, get_recipe
+from megatron_lowprec import UserError, get_recipe, load_recipe
 from megatron_lowprec.mcore import megatron_lm_checks
 from megatron_lowprec.mcore.megatron_lm_checks import check_arguments
 
@@ -58,6 +58,70 @@ def test_flags_that_a_recipes_state_needs_are_named(recipe: str, changes: dict[s
 )
 def test_sufficient_flags_are_accepted(recipe: str, changes: dict[str, Any]) -> None:
     check_arguments(get_recipe(recipe), SimpleNamespace(**{**ENOUGH, **changes}))
+
+
+OF_STOCK_LAYERS: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 0},
+        "--first-last-layers-bf16",
+        "write keep_bf16.first_layers=2 keep_bf16.last_layers=0 after the recipe's name",
+    ),
+    (
+        {"first_last_layers_bf16": True},
+        "--first-last-layers-bf16",
+        "write keep_bf16.first_layers=1 keep_bf16.last_layers=1 after the recipe's name",
+    ),
+    ({"num_layers_at_start_in_bf16": 3}, "--num-layers-at-start-in-bf16 3", "write keep_bf16.first_layers=3 after"),
+    ({"num_layers_at_end_in_bf16": 0}, "--num-layers-at-end-in-bf16 0", "write keep_bf16.last_layers=0 after"),
+    ({"fp8_recipe": "blockwise"}, "--fp8-recipe blockwise", "name a recipe"),
+    ({"fp8_margin": 3}, "--fp8-margin 3", "write fprop.input.margin=3 after"),
+    ({"fp8_interval": 2}, "--fp8-interval 2", "scales are computed at every step"),
+    ({"fp8_amax_history_len": 7}, "--fp8-amax-history-len 7", "write fprop.input.history=7 after"),
+    ({"fp8_amax_compute_algo": "max"}, "--fp8-amax-compute-algo max", "write fprop.input.history_rule=max after"),
+    ({"fp8_wgrad": False}, "--no-fp8-wgrad", "write wgrad.input=null wgrad.grad_output=null after"),
+    ({"fp8_quantizer_factory": "a.b"}, "--fp8-quantizer-factory a.b", "name a YAML file"),
+    ({"fp4_recipe": "custom"}, "--fp4-recipe custom", "name a recipe with FP4"),
+    ({"fp4_quantizer_factory": "a.b"}, "--fp4-quantizer-factory a.b", "name a YAML file"),
+]
+OTHER_OPERANDS = ("fprop.weight", "dgrad.weight", "dgrad.grad_output", "wgrad.input", "wgrad.grad_output")
+DEFAULTS = {
+    "first_last_layers_bf16": False,
+    "num_layers_at_start_in_bf16": 1,
+    "num_layers_at_end_in_bf16": 1,
+    "fp8_recipe": "delayed",
+    "fp8_margin": 0,
+    "fp8_interval": 1,
+    "fp8_amax_history_len": 1,
+    "fp8_amax_compute_algo": "most_recent",
+    "fp8_wgrad": True,
+    "fp8_quantizer_factory": None,
+    "fp4_recipe": "nvfp4",
+    "fp4_quantizer_factory": None,
+    "spec": ["megatron_lowprec.specs", "mxfp8"],
+}
+
+
+@pytest.mark.parametrize(("changes", "given", "instead"), OF_STOCK_LAYERS)
+def test_quantization_of_stock_layers_is_refused(changes: dict[str, Any], given: str, instead: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(given)} has no effect under --spec: .*{re.escape(instead)}"):
+        check_arguments(get_recipe("mxfp8"), SimpleNamespace(**{**ENOUGH, **DEFAULTS, **changes}))
+    overrides = re.findall(r"\S+=\S+", instead)
+    for operand in OTHER_OPERANDS if "fprop.input" in instead else ():  # "and the same for the other operands"
+        overrides.append(overrides[0].replace("fprop.input", operand))
+    assert load_recipe("fp8_delayed", overrides) != get_recipe("fp8_delayed") or not overrides
+
+
+def test_defaults_of_quantization_are_accepted() -> None:
+    check_arguments(get_recipe("mxfp8"), SimpleNamespace(**ENOUGH, **DEFAULTS))
+
+
+def test_a_gather_of_codes_needs_sequence_parallelism() -> None:
+    """As in the driver. Megatron-LM has the flag off at a tensor-parallel size of 1, where it was given as well."""
+    spec = ["megatron_lowprec.specs", "fp8_delayed --fp8-sequence-parallel-gather"]
+    for given in ({"sequence_parallel": True, "spec": spec}, {"spec": None}, {"spec": spec[:1]}):
+        check_arguments(get_recipe("fp8_delayed"), SimpleNamespace(**{**ENOUGH, **given}))
+    with pytest.raises(UserError, match="--fp8-sequence-parallel-gather in --spec does nothing without --sequence-par"):
+        check_arguments(get_recipe("fp8_delayed"), SimpleNamespace(**ENOUGH, sequence_parallel=False, spec=spec))
 
 
 OF_A_RELEASE = [

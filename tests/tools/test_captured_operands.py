@@ -219,6 +219,11 @@ def test_products_are_compared_with_those_of_a_hopper_gpu(
         (["recipe-diff", "mxfp8"], "asked with 1 recipes"),
         (["recipe-diff", "mxfp8", "mxfp9"], "there is no recipe 'mxfp9'"),
         (["recipe-diff", "mxfp8", "bf16", "--recipes", "mxfp8"], "--recipes is for operand-error"),
+        (
+            ["formats", "--draws", "3", "--recipes", "mxfp8"],
+            "--recipes, --draws was given, but formats does not read it",
+        ),
+        (["report", "--quick", "--seed", "5"], "--seed, --quick was given, but report does not read it; leave it out"),
         (["formats", "x.safetensors"], "formats takes no files and no recipes, but x.safetensors was given"),
     ],
 )

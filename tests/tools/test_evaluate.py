@@ -20,7 +20,7 @@ from tests.tools.conftest import MODEL, RAW, TEXT, run
 from tests.training.checkpoint.forms import change
 from tests.training.conftest import Drive
 from tests.training.convert.reference import logits
-from tests.training.helpers import argv, rows
+from tests.training.helpers import argv, largest_file, rows
 
 
 def test_the_loss_equals_the_drivers_validation_loss(drive: Drive) -> None:
@@ -170,6 +170,24 @@ def test_another_tokenizer_s_files_are_refused(trained: str, capsys: pytest.Capt
     assert "the same ids mean other text; give the checkpoint's tokenizer" in capsys.readouterr().err
 
 
+def test_a_full_disk_is_one_line(trained: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("one.jsonl").write_text(json.dumps({"text": "The cat sat on the mat."}) + "\n")
+    flags = ["--load", trained, "--data-path", "one.jsonl", "--data-cache-path", "new"]
+    with largest_file(1):
+        assert evaluate.main(flags) == 2
+    startup.finalize()
+    error = capsys.readouterr().err
+    assert error.startswith("evaluate.py: error: ")
+    assert "File too large" in error
+    flags += ["--out", "scores.json"]
+    assert evaluate.main(flags) == 0
+    with largest_file(1):
+        assert evaluate.main(flags) == 2
+    startup.finalize()
+    error = capsys.readouterr().err
+    assert error == "evaluate.py: error: File too large; make room, or name another folder\n"
+
+
 def test_errors_are_one_line(trained: str, capsys: pytest.CaptureFixture[str]) -> None:
     cases = [
         (["--load", trained], "nothing to score"),
@@ -185,6 +203,10 @@ def test_errors_are_one_line(trained: str, capsys: pytest.CaptureFixture[str]) -
         (["--load", trained, "--wikitext", "wiki.raw", "--split", "1,1,1"], "--split 1,1,1 is for --data-path only"),
         (["--load", trained, "--wikitext", "wiki.raw", "--part", "test"], "--part test is for --data-path only"),
         (["--load", trained, "--wikitext", "wiki.raw", "--max-tokens", "9"], "--max-tokens 9 is for --data-path only"),
+        (
+            ["--load", trained, "--wikitext", "wiki.raw", "--data-cache-path", "a"],
+            "--data-cache-path a is for --data-path",
+        ),
         (["--load", trained, "--wikitext", "wiki.raw", "--vocab-file", "moved.json"], "moved.json"),
         (["--load", trained, "--wikitext", "wiki.raw", "--recipe", "mxfp5"], "mxfp5"),
     ]

@@ -66,6 +66,11 @@ def test_as_a_program_with_workers_it_writes_the_same(inputs: list[str], tmp_pat
         (["--json-keys", "body"], "a.jsonl, line 1: no key 'body'; found: 'text', 'title'; name the right one"),
         (["--vocab-file", "nowhere.json"], "--vocab-file nowhere.json: no such file"),
         (["--workers", "0"], "--workers 0: must be at least 1"),
+        (["--tokenizer-model", "x"], "--tokenizer-model is not read by --tokenizer-type GPT2BPETokenizer; leave one"),
+        (
+            ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"],
+            "--vocab-file is not read by --tokenizer-type Nul",
+        ),
         (["--output-prefix", f"{VOCAB}/x"], f"cannot write --output-prefix {VOCAB}/x: "),
     ],
 )
@@ -80,3 +85,23 @@ def test_a_fault_is_one_line_and_exit_code_2(
     assert message in said.err
     assert said.err.count("\n") == 1
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "idle"),
+    [
+        (["--input", "a.jsonl", "--append-eod"], "--input, --append-eod"),
+        (["--output-prefix", "new", "--workers", "2"], "--output-prefix, --workers"),
+        (
+            ["--json-keys", "body", *BPE, "--log-interval", "9"],
+            "--json-keys, --vocab-file, --merge-file, --log-interval",
+        ),
+    ],
+)
+def test_flags_that_verify_does_not_read_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], idle: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        preprocess_data.main(["--verify", "made", "--vocab-size", "9", *arguments])
+    assert stop.value.code == 2
+    assert f"error: --verify only reads corpora, with no use for {idle}: leave it out" in capsys.readouterr().err

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import shlex
+import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, disk_is_full
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.training.checkpoint import resume, safe_load, storage
 from megatron_lowprec.training.checkpoint.loader import plain
@@ -80,7 +85,7 @@ def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str
         tokenizer: tokenizer of their training, if known.
 
     Raises:
-        UserError: weights that do not match the model, or a folder that has checkpoints already.
+        UserError: weights that do not match the model, a folder that has checkpoints already, or a full disk.
     """
     if (folder / storage.TRACKER).exists():
         raise UserError(f"--save {folder}: has checkpoints already; name another folder")
@@ -105,13 +110,51 @@ def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str
     with SaveLock(folder) as lock:
         lock.acquire()
         partial = storage.stage(str(folder), 0)
-        dist_checkpointing.save({"model": gpt.sharded_state_dict(metadata=metadata)}, str(partial))
-        content |= {"weights_only": source, "progress": asdict(Progress())}
-        (partial / resume.CONFIG).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-        (folder / "model.yaml").write_text(_model_yaml(config, source), encoding="utf-8")
-        final = storage.publish(partial, str(folder), 0)
+        with whole_or_nothing(partial, f"--save {folder}"), _silenced("megatron.core.dist_checkpointing"):
+            dist_checkpointing.save({"model": gpt.sharded_state_dict(metadata=metadata)}, str(partial))
+            content |= {"weights_only": source, "progress": asdict(Progress())}
+            (partial / resume.CONFIG).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+            (folder / "model.yaml").write_text(_model_yaml(config, source), encoding="utf-8")
+            final = storage.publish(partial, str(folder), 0)
     startup.finalize()
     return final
+
+
+@contextmanager
+def whole_or_nothing(folder: Path, asked: str) -> Iterator[None]:
+    """Removes a folder on an error while it is written.
+
+    Args:
+        asked: the flag that a full disk is reported with.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    try:
+        yield
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        shutil.rmtree(folder.resolve(), ignore_errors=True)
+        if (full := disk_is_full(error)) is not None:
+            raise UserError(f"{asked}: {full}") from None
+        raise
+
+
+@contextmanager
+def _silenced(logger: str) -> Iterator[None]:
+    """Without a logger's lines: of a failed write they repeat the exception."""
+    found = logging.getLogger(logger)
+    level = found.level
+    found.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        found.setLevel(level)
+
+
+def training_hint(save: str) -> str:
+    """How to train from the checkpoint of ``write_checkpoint``, for a shell."""
+    config, load = shlex.quote(f"{save}/model.yaml"), shlex.quote(save)
+    return f"train with: --config {config} --load {load} --finetune, with your --lr and data"
 
 
 def _fill(gpt: torch.nn.Module, weights: Weights) -> None:

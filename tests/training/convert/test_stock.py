@@ -12,6 +12,7 @@ import torch
 
 from megatron_lowprec.commands import import_megatron
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
@@ -265,7 +266,7 @@ def test_errors_are_one_line(drive: Drive, capsys: pytest.CaptureFixture[str]) -
     assert import_megatron.main(["--load", "nowhere", *flags]) == 2
     assert "no checkpoint of Megatron-LM there" in capsys.readouterr().err
     assert import_megatron.main(["--load", "nowhere", "--save", "ours"]) == 2
-    assert "which tokenizer?" in capsys.readouterr().err
+    assert "which tokenizer? found none: give either --vocab-file and --merge-file, or" in capsys.readouterr().err
     args, weights, _ = stock_model(MODELS["gpt"], Path("dist"))
     write_ranks(Path("one"), args, {"mp_rank_01": {"model": weights}})
     assert import_megatron.main(["--load", "one", *flags]) == 2
@@ -282,3 +283,39 @@ def test_errors_are_one_line(drive: Drive, capsys: pytest.CaptureFixture[str]) -
     write_ranks(Path("other"), args, {"mp_rank_00": {"model": weights}})
     assert import_megatron.main(["--load", "other", *flags]) == 2
     assert "weights of another size" in capsys.readouterr().err
+
+
+FILES = {"--vocab-file": "vocab.json", "--merge-file": "merges.txt", "--tokenizer-model": "model"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("--vocab-file",),
+        ("--merge-file", "--vocab-size"),
+        ("--vocab-file", "--merge-file", "--tokenizer-model"),
+        ("--vocab-file", "--tokenizer-model", "--vocab-size"),
+    ],
+)
+def test_flags_of_several_tokenizers_or_of_a_part_are_refused(
+    names: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for name in names for word in (name, FILES.get(name, "200"))]
+    assert import_megatron.main(["--load", "nowhere", "--save", "ours", *words]) == 2
+    assert f"which tokenizer? found {', '.join(names)}: give either" in capsys.readouterr().err
+
+
+def test_a_vocabulary_size_is_checked_against_the_files(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    stock_model({**MODELS["gpt"], "num_layers": 2}, Path("dist"))
+    tiny = SHIPPED / "data/tiny_bpe"
+    files = ["--vocab-file", str(tiny / "vocab.json"), "--merge-file", str(tiny / "merges.txt")]
+    common = ["--load", "dist", "--save", "ours", *files, "--vocab-size"]
+    assert import_megatron.main([*common, "200"]) == 2
+    assert "--vocab-size 200 was asked, but the GPT2BPETokenizer's files hold 512 ids" in capsys.readouterr().err
+    missing = ["--vocab-file", "nowhere.json", "--merge-file", "nowhere.txt", "--vocab-size", "200"]
+    assert import_megatron.main(["--load", "dist", "--save", "ours", *missing]) == 2
+    assert "--vocab-file nowhere.json: no such file" in capsys.readouterr().err
+    assert import_megatron.main([*common, "512"]) == 2
+    assert "has 512 ids, and the rows of the checkpoint's embedding are 256" in capsys.readouterr().err
+    assert import_megatron.main(["--load", "dist", "--save", "sa ve", "--vocab-size", "200"]) == 0
+    assert "train with: --config 'sa ve/model.yaml' --load 'sa ve' --finetune, " in capsys.readouterr().out

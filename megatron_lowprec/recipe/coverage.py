@@ -337,7 +337,7 @@ def indivisible(
                         wants[dimension, multiple] = f"{operand} block {rows}x{columns}"
         for (dimension, multiple), why in wants.items():
             if dimension != "tokens" and sizes[dimension] % multiple:
-                a_rank = f" on each of {tensor_parallel} tensor-parallel ranks" if tensor_parallel > 1 else ""
+                a_rank = f" on each of {tensor_parallel} ranks" if tensor_parallel > 1 else ""
                 return gemm_name, (
                     f"has {why}, but {sizes[dimension]} {dimension} features{a_rank} are no multiple of {multiple}"
                 )
@@ -368,7 +368,7 @@ def check_activations(recipe: Recipe, sites: Sequence[LinearSite], tensor_parall
             ranks = ranks_of(site, tensor_parallel)
             width = _local_sizes(site, ranks)["input"]
             if site.name.endswith(behind[name]) and width % ACTIVATION_BLOCK:
-                a_rank = f" on each of {ranks} tensor-parallel ranks" if ranks > 1 else ""
+                a_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
                 raise UserError(
                     f"activations.{name}={form} has blocks of {ACTIVATION_BLOCK}, but {width} input features of "
                     f"{site.path}{a_rank} are no multiple of that: change that size, or set activations.{name}=none"

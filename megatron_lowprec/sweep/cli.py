@@ -108,6 +108,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
 def _main(args: argparse.Namespace, notes: Notes, check_evaluation: Check) -> int:
     if args.max_failures is not None and args.max_failures < 1:
         raise UserError(f"--max-failures {args.max_failures} starts no job; give at least 1, or leave it out")
+    if math.isnan(args.start_within):
+        raise UserError("--start-within nan is no time; give seconds, or leave it out")
     sweep = _with_flags(read(args.sweep, args.size), args)
     folder = f"{sweep.name}-{sweep.size}" if sweep.size else sweep.name
     out = Path(args.out or Path("runs") / "sweeps" / folder).absolute()
@@ -123,6 +125,10 @@ def _main(args: argparse.Namespace, notes: Notes, check_evaluation: Check) -> in
     on_slurm = args.slurm or args.slurm_dry_run
     if args.sbatch and not on_slurm:
         raise UserError(f"--sbatch {' '.join(args.sbatch)} is for --slurm only; add --slurm, or leave --sbatch out")
+    here = [name for name in ("max_failures", "start_within") if getattr(args, name) not in (None, math.inf)]
+    if here and on_slurm:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in here)
+        raise UserError(f"--slurm has no use for {names}, as Slurm starts the jobs; leave it out")
     if on_slurm and args.dry_run:
         args.slurm_dry_run, args.dry_run = True, False
     gpus = [] if on_slurm or (args.dry_run and sweep.resources.gpus_per_job) else _gpus(args.gpus)
@@ -220,7 +226,7 @@ def _run(
     if result.signal is not None and (result.left or result.ended["interrupted"]):
         print(f"stopped by {result.signal}; the same command goes on where it stopped")
         return TO_BE_CONTINUED
-    if result.left and math.isfinite(args.start_within):
+    if result.left and not result.too_many_failures and math.isfinite(args.start_within):
         print(f"{len(result.left)} jobs were not started within {args.start_within:g} s; the same command starts them")
         return TO_BE_CONTINUED
     if result.ended["failed"]:

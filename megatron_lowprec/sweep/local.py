@@ -124,12 +124,13 @@ class _Running:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a call: ids of ended jobs by state, of jobs running elsewhere, and of jobs not started."""
+    """Result of a call: ids of ended jobs by state, of jobs running elsewhere, and of jobs not started; and why."""
 
     ended: dict[State, list[str]]
     held: list[str]
     left: list[str]
     signal: str | None
+    too_many_failures: bool
 
 
 class Runner:
@@ -164,7 +165,8 @@ class Runner:
                     self._view.refresh()
             finally:  # also after an error in this module
                 self._stop()
-        return Result(self._ended, self._held, [job.id for job in self._waiting], self._signal)
+        left = [job.id for job in self._waiting]
+        return Result(self._ended, self._held, left, self._signal, self._too_many_failures())
 
     def _step(self, free: list[Place]) -> bool:
         """Collect ended jobs and start waiting ones; returns whether any is running."""

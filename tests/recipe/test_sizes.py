@@ -73,9 +73,9 @@ V2_SCALES = "configs/recipes/tetrajet_v2_scales_only.yaml"
         ("mxfp4", 96, 80, "column", 1, "dgrad of .* 80 output features are no multiple of 32"),
         ("mxfp4_rht", 64, 96, "column", 1, "dgrad of .* hadamard block 64, but 96 output features"),
         ("mxfp4_rht", 64, 192, "column", 3, None),
-        ("mxfp4_rht", 64, 192, "column", 2, "96 output features on each of 2 tensor-parallel ranks"),
+        ("mxfp4_rht", 64, 192, "column", 2, "96 output features on each of 2 ranks"),
         ("mxfp4_rht", 64, 192, "row", 2, None),  # cuts the input features, which no backward GEMM blocks
-        ("mxfp8", 96, 64, "row", 2, "48 input features on each of 2 tensor-parallel ranks are no multiple of 32"),
+        ("mxfp8", 96, 64, "row", 2, "48 input features on each of 2 ranks are no multiple of 32"),
         ("fp8_blockwise", 200, 192, "column", 1, None),  # partial blocks at the ends
         ("fp8_blockwise", 200, 384, "column", 3, None),
         ("fp8_blockwise", 128, 384, "column", 2, "128x128, but 192 output features on each of 2 .* multiple of 128"),
@@ -117,7 +117,7 @@ def test_shards_that_the_random_stream_cannot_place_are_refused() -> None:
     row = QuantSpec("e4m3", granularity="row", rounding="stochastic")
     recipe = Recipe("r", "", dgrad=GemmSpec(weight=row))
     message = refusal("", LinearSite(1, "mlp.linear_fc1", 24, 24, "column"), 2, recipe)
-    assert "12 output features on each of 2 tensor-parallel ranks" in message
+    assert "12 output features on each of 2 ranks" in message
 
 
 def test_outer_blocks_lie_within_a_rank() -> None:

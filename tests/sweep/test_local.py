@@ -106,6 +106,8 @@ def test_max_failures_starts_no_more(fake: Fake, write_sweep: WriteSweep, capsys
     fake.behave(bf16="fail", mxfp4="fail")
     assert fake.run(write_sweep(seeds=[1, 2]), "--max-failures", "2") == 1
     assert "2 failed, 2 waiting" in capsys.readouterr().out
+    assert fake.run(write_sweep(seeds=[1, 2]), "--max-failures", "2", "--start-within", "1e6") == 1
+    assert "were not started within" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "width on a rank": (
         {"hidden_size": 128, "tensor_model_parallel_size": 2},
         BOTH[:1],
-        "64 input features of layers.1.self_attention.linear_proj on each of 2 tensor-parallel ranks",
+        "64 input features of layers.1.self_attention.linear_proj on each of 2 ranks",
     ),
 }
 
@@ -142,9 +142,9 @@ def test_experts_that_are_spread_over_ranks_are_whole() -> None:
     check_sizes(recipe, linear_sites(config), 2, tensor_ranks(config))
     check_activations(recipe, linear_sites(config), tensor_ranks(config))
     config = replace(config, expert_model_parallel_size=1)
-    with pytest.raises(UserError, match=r"64 output features on each of 2 tensor-parallel ranks"):
+    with pytest.raises(UserError, match=r"64 output features on each of 2 ranks"):
         check_sizes(recipe, linear_sites(config), 2, tensor_ranks(config))
-    with pytest.raises(UserError, match=r"64 input features of .*linear_fc2 on each of 2 tensor-parallel ranks"):
+    with pytest.raises(UserError, match=r"64 input features of .*linear_fc2 on each of 2 ranks"):
         check_activations(recipe, linear_sites(config), tensor_ranks(config))
 
 

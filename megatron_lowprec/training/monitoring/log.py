@@ -142,7 +142,7 @@ class RunLog:
         self._metrics = paths.metrics.open("a", encoding="utf-8", buffering=1)
         from torch.utils.tensorboard import SummaryWriter
 
-        self._board = SummaryWriter(str(paths.tensorboard), purge_step=resumed_at + 1 if resumed_at else None)
+        self._board = SummaryWriter(str(paths.tensorboard), purge_step=resumed_at + 1)
         self._wandb = _start_wandb(config, paths, resolved, run_id)
         self._start_bar(resumed_at)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
@@ -105,6 +106,13 @@ def test_a_continued_run_drops_rows_that_it_writes_again(tmp_path: Path) -> None
     second.close()
     rows = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
     assert [(r["iteration"], r["lm loss"]) for r in rows] == [(1, 5.5), (2, 5.5), (3, 9.0)]
+    third = RunLog(config, paths, 4, writes=True, resumed_at=0, resolved={})  # there was no checkpoint
+    third.step(row(iteration=1, loss=8.0))
+    third.close()
+    board = EventAccumulator(str(paths.tensorboard), size_guidance={"scalars": 0})
+    board.Reload()
+    assert [(scalar.step, scalar.value) for scalar in board.Scalars("lm loss")] == [(1, 8.0)]
+    assert len(paths.metrics.read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("options", [{"save": "kept"}, {"save": "runs/kept"}, {"load": "runs/gpt-bf16/checkpoints"}])

@@ -1,6 +1,8 @@
 """Frozen weights of converted layers as codes: of a base model under adapters, or of layers that are not trained."""
 
 import logging
+import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -12,12 +14,14 @@ from megatron_lowprec.linear.layer_state import combined, parts_of
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer
 from megatron_lowprec.linear.opaque import StoredCodes, number_of_codes, opaque_linear
 from megatron_lowprec.linear.sharding.dtensors import is_dtensor
+from megatron_lowprec.quantization.amax_history import AMAX
 from megatron_lowprec.quantization.frozen_weight import Codes, FrozenWeight, StoredSpecs, amax_of, stored_specs
 from megatron_lowprec.recipe.quant_spec import QuantSpec
 
 M = TypeVar("M", bound=nn.Module)
 
 _FIELDS = tuple(f"weight_{side}_{field}" for side in ("rowwise", "columnwise") for field in Codes._fields)
+_DATA = _FIELDS[0]
 _AMAX = "weight_amax"
 _SPEC = "weight_spec"  # in state dicts: what the codes are, as text
 
@@ -42,7 +46,7 @@ def quantize_frozen_weights(model: M, storage: QuantSpec | None = None, dtype: t
 
     Raises:
         UserError: no converted layer has a frozen weight, or all are codes; the recipe needs an unquantized weight;
-            FSDP2 has sharded it; an argument of another type.
+            FSDP2 has sharded it; a parametrization computes it; an argument of another type.
     """
     _check_arguments(model, storage, dtype)
     layers = {path: module for path, module in model.named_modules() if isinstance(module, LowPrecLayer)}
@@ -60,6 +64,7 @@ def quantize_frozen_weights(model: M, storage: QuantSpec | None = None, dtype: t
         found = "no converted layer: call convert first" if not layers else "no converted layer with a frozen weight"
         raise UserError(f"quantize_frozen_weights found {found}; freeze weights by requires_grad_(False) or an adapter")
     specs = {path: _specs_of(path, layer, storage) for path, layer in frozen.items()}
+    _warn_of_ties(model, frozen)
     before = sum(layer.weight.nbytes for layer in frozen.values())
     for path, layer in frozen.items():
         _hold(layer, specs[path], dtype or layer.weight.dtype)
@@ -117,10 +122,21 @@ class FrozenLayer(LowPrecLayer):
     def _keep(self, weight: FrozenWeight | None) -> None:
         self.__dict__["_weight"] = weight  # not by setattr, which takes tensors for buffers
 
+    @property
+    def weight_spec(self) -> torch.Tensor:
+        """uint8, what the codes are as text; ``torch.distributed.checkpoint`` looks its key up here."""
+        return torch.tensor(list(_text(self._specs).encode()), dtype=torch.uint8)
+
+    @property
+    def _held(self) -> dict[str, torch.Tensor]:
+        """The buffers in place of the weight."""
+        buffers: dict[str, Any] = self._buffers
+        return {name: value for name, value in buffers.items() if name.startswith("weight_")}
+
     def release(self) -> None:
         """Make the weight a frozen parameter again, with the value of the codes."""
         value = nn.Parameter(self.weight.value().to(self._replaced.original).contiguous(), requires_grad=False)
-        for name in [name for name in self._buffers if name.startswith("weight_")]:
+        for name in self._held:
             del self._buffers[name]
         self.__class__ = combined(*parts_of(type(self))[1:])
         for name in ("_specs", "_replaced", "_weight", "_names", "_number"):
@@ -165,7 +181,7 @@ class FrozenLayer(LowPrecLayer):
     # ---- state dict, copies and moves
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}{_SPEC}"] = torch.tensor(list(_text(self._specs).encode()), dtype=torch.uint8)
+        destination[f"{prefix}{_SPEC}"] = self.weight_spec
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         weight, shape, errors = state_dict.pop(f"{prefix}weight", None), self.weight.shape, args[-1]
@@ -183,10 +199,28 @@ class FrozenLayer(LowPrecLayer):
                 f"size mismatch for {prefix}weight: copying a param with shape {weight.shape} from checkpoint, the "
                 f"shape in current model is {shape}."
             )
-            held = {name: value for name, value in self._buffers.items() if name.startswith("weight_")}
-            state_dict.update({prefix + name: value for name, value in held.items()})  # none is missing
+            state_dict.update({prefix + name: value for name, value in self._held.items()})  # none is missing
+        if self._specs.rowwise.scaling != "delayed":
+            state_dict.pop(f"{prefix}{_AMAX}", None)  # beside codes under delayed scaling
+        data = state_dict.get(f"{prefix}{_DATA}")
+        if data is not None and data is not self._buffers[_DATA]:
+            self._follow_codes(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._keep(None)
+
+    def _follow_codes(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Add the amax of other codes to a state dict without one; amax histories missing beside them start empty."""
+        for tensor, (history, slot) in self.linear_gemms.histories.items():
+            if f"{prefix}{AMAX}.{tensor}" not in state_dict:
+                history.load_state(slot, None)
+        held, (shape_OI, dtype, transposed, _) = self._held, self._replaced
+        # set_model_state_dict puts the buffer of this layer where a full state dict has none
+        if _AMAX not in held or state_dict.get(f"{prefix}{_AMAX}", held[_AMAX]) is not held[_AMAX]:
+            return
+        stored = [state_dict.get(prefix + name) for name in self._names]
+        if all(value is not None and value.shape == held[name].shape for name, value in zip(self._names, stored)):
+            weight = FrozenWeight(self._specs, stored, shape_OI, dtype, None, transposed)  # type: ignore[arg-type]
+            state_dict[f"{prefix}{_AMAX}"] = amax_of(weight.value())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_weight": None}
@@ -212,6 +246,22 @@ class FrozenLayer(LowPrecLayer):
         self._keep(None)
         self._number = self._opaque_number()
         return self
+
+
+def _warn_of_ties(model: nn.Module, frozen: Mapping[str, LowPrecLayer]) -> None:
+    weights = {id(layer.weight) for layer in frozen.values()}
+    owners: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in weights:
+                owners.setdefault(id(parameter), []).append(f"{path}.{name}".removeprefix("."))
+    for names in owners.values():
+        if len(names) > 1:
+            warnings.warn(
+                f"quantize_frozen_weights unties {', '.join(names)}, which are one parameter: each layer holds codes of "
+                "its own, and a later change of one does not reach the others",
+                stacklevel=3,
+            )
 
 
 def _hold(layer: LowPrecLayer, specs: StoredSpecs, dtype: torch.dtype) -> None:
@@ -269,6 +319,11 @@ def _check_arguments(model: object, storage: object, dtype: object) -> None:
 
 
 def _specs_of(path: str, layer: LowPrecLayer, storage: QuantSpec | None) -> StoredSpecs:
+    if "weight" not in layer._parameters:
+        raise UserError(
+            f"{path}.weight is computed by a parametrization: call torch.nn.utils.parametrize.remove_parametrizations "
+            "before quantize_frozen_weights"
+        )
     if layer.gathers_fp8 or is_dtensor(layer.weight.data):
         raise UserError(f"{path}.weight is sharded: call quantize_frozen_weights before fully_shard")
     if storage is not None:

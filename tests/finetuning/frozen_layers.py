@@ -38,23 +38,27 @@ _RARELY = {"mxfp8_ocp", "mxfp8_e5m2_grad", "mxfp8_e5m2_weight", "mxfp8_e5m2_act"
 each_recipe = pytest.mark.parametrize("name", also_weekly(STORED, STORED.keys() - _RARELY))
 
 
-def layer_of(recipe: str | Recipe, kind: str = "linear", dtype: torch.dtype = torch.bfloat16) -> LowPrecLayer:
-    """A converted layer with a frozen weight."""
+def layer_of(
+    recipe: str | Recipe, kind: str = "linear", dtype: torch.dtype = torch.bfloat16, scale: float = 1
+) -> LowPrecLayer:
+    """A converted layer with a frozen weight, the same in each call except for ``scale``."""
     torch.manual_seed(0)
     plain = nn.Linear(IN, OUT) if kind == "linear" else Conv1D(OUT, IN)
-    plain.weight.requires_grad_(False)
-    layer = convert(nn.Sequential(plain.to(dtype)), _all_blocks(recipe))[0]
+    plain.weight.requires_grad_(False).mul_(scale)
+    layer = convert(nn.Sequential(plain.to(dtype)), all_blocks(recipe))[0]
     assert isinstance(layer, LowPrecLayer)
     return layer
 
 
-def _all_blocks(recipe: str | Recipe) -> Recipe:
+def all_blocks(recipe: str | Recipe) -> Recipe:
     """Without the rule that keeps the last blocks in bf16."""
     return replace(get_recipe(recipe) if isinstance(recipe, str) else recipe, rules=())
 
 
-def held(recipe: str | Recipe, kind: str = "linear", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
-    return quantize_frozen_weights(layer_of(recipe, kind, dtype), **options)
+def held(
+    recipe: str | Recipe, kind: str = "linear", dtype: torch.dtype = torch.bfloat16, scale: float = 1, **options: Any
+) -> Any:
+    return quantize_frozen_weights(layer_of(recipe, kind, dtype, scale), **options)
 
 
 def passes(layer: LowPrecLayer, number: int = 2) -> list[list[torch.Tensor]]:

@@ -1,5 +1,6 @@
 """Calls that make codes of weights and weights of codes: the way back, and what is refused."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -51,6 +52,10 @@ def test_weights_that_cannot_be_codes() -> None:
     with pytest.raises(UserError, match="all codes already: call dequantize_frozen_weights first to change storage"):
         quantize_frozen_weights(held("mxfp8"), storage=MXFP4)
     layer = layer_of("mxfp8")
+    nn.utils.parametrizations.weight_norm(layer)
+    with pytest.raises(UserError, match=r"weight is computed by a parametrization: call .*remove_parametrizations"):
+        quantize_frozen_weights(layer.requires_grad_(False))
+    layer = layer_of("mxfp8")
     for given, why in (
         ({"model": [layer]}, r"a list as model: give a torch\.nn\.Module"),
         ({"storage": "mxfp4"}, r"a str as storage: give a QuantSpec, as in QuantSpec\("),
@@ -88,3 +93,15 @@ def test_a_released_weight_has_its_former_dtype() -> None:
     with pytest.raises(UserError, match=r"dequantize_frozen_weights\(model\) first"):
         plain_state_dict(layer)
     assert dequantize_frozen_weights(layer)[0].weight.dtype == torch.float32
+
+
+def test_weights_that_do_not_stay_tied_are_named() -> None:
+    model = nn.Sequential(nn.Embedding(256, 256), *(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    model[2].weight = model[1].weight
+    model[3].weight = model[0].weight
+    model = convert(model.requires_grad_(False), "mxfp8", filter=lambda path, module: True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quantize_frozen_weights(model)
+    said = sorted(str(each.message).partition(" unties ")[2].partition(", which are")[0] for each in caught)
+    assert said == ["0.weight, 3.weight", "1.weight, 2.weight"]

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from megatron_lowprec import UserError
-from megatron_lowprec.finetuning import FrozenLayer, quantize_frozen_weights
+from megatron_lowprec.finetuning import FrozenLayer, dequantize_frozen_weights, quantize_frozen_weights
 from tests.finetuning.frozen_layers import IN, OUT, equal, held, layer_of, passes
 
 
@@ -67,6 +68,46 @@ def test_codes_of_another_format_are_refused() -> None:
     held("mxfp8").load_state_dict(state)
     with pytest.raises(UserError, match=r"holds codes of e5m2 by 1x32.*has codes of e4m3 by 1x32"):
         held("mxfp8_e5m2_weight").load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+@pytest.mark.parametrize(("name", "source"), [("fp8_delayed", "fp8_current"), ("fp8_current", "fp8_delayed")])
+def test_codes_of_another_recipe_load(name: str, source: str, kind: str) -> None:
+    """The weight of a delayed layer has the amax of the codes, and amaxes of the former weight are forgotten."""
+    layer, other = held(name, kind), held(source, kind, scale=3)
+    passes(layer)
+    state = {key: value for key, value in other.state_dict().items() if ".amax." not in f".{key}"}
+    layer.load_state_dict(state, strict=True)
+    value = other.weight.value()
+    assert torch.equal(layer.weight.value(), value)
+    want = held(name, kind, scale=3)
+    assert layer.state_dict().keys() == want.state_dict().keys()
+    assert equal(passes(layer), passes(want))
+    if name == "fp8_delayed":
+        assert torch.equal(layer.weight_amax, value.abs().max().float().view(1))
+    codes = passes(layer)
+    dequantize_frozen_weights(layer)
+    assert torch.equal(layer.weight, value)
+    assert equal(passes(layer), codes)  # without saturation
+
+
+def test_a_weight_without_amaxes_starts_empty_histories() -> None:
+    """As in the layer that is not codes."""
+    layer, plain = held("fp8_delayed"), layer_of("fp8_delayed")
+    passes(layer)
+    layer.load_state_dict(nn.Linear(IN, OUT).bfloat16().state_dict())
+    assert {key: float(value.sum()) for key, value in vars(layer.amax).items()} == dict.fromkeys(vars(plain.amax), 0)
+
+
+def test_a_part_of_the_codes_leaves_the_amax() -> None:
+    layer, state = held("fp8_delayed"), held("fp8_current").state_dict()
+    want = layer.weight_amax.clone()
+    layer.load_state_dict({"bias": state["bias"]}, strict=False)
+    assert torch.equal(layer.weight_amax, want)
+    state["weight_rowwise_data"] = state["weight_rowwise_data"][:-1]
+    with pytest.raises(RuntimeError, match="size mismatch for weight_rowwise_data"):
+        layer.load_state_dict(state)
+    assert torch.equal(layer.weight_amax, want)
 
 
 def test_replaced_buffers_are_read() -> None:

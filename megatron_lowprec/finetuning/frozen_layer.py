@@ -258,8 +258,8 @@ def _warn_of_ties(model: nn.Module, frozen: Mapping[str, LowPrecLayer]) -> None:
     for names in owners.values():
         if len(names) > 1:
             warnings.warn(
-                f"quantize_frozen_weights unties {', '.join(names)}, which are one parameter: each layer holds codes of "
-                "its own, and a later change of one does not reach the others",
+                f"quantize_frozen_weights unties {', '.join(names)}, which are one parameter: each layer holds codes "
+                "of its own, and a later change of one does not reach the others",
                 stacklevel=3,
             )
 

@@ -6,9 +6,7 @@ and its GEMMs are added.
 
 import logging
 import os
-import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -26,7 +24,7 @@ from megatron_lowprec.linear.backends.target import Target
 from megatron_lowprec.linear.experts.hugging_face_experts import ExpertWeight, expert_weights
 from megatron_lowprec.linear.layer_histories import LayerGroup
 from megatron_lowprec.linear.layer_state import StatefulLayer, added_keys, combined, drop_unused_state
-from megatron_lowprec.linear.linear_id import added_by_peft, is_adapter, without_adapters
+from megatron_lowprec.linear.linear_id import added_by_peft, brief, is_adapter, paths_of_modules, without_adapters
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
 from megatron_lowprec.recipe.coverage import LinearSite, check_globs, check_no_phases, check_rules, indivisible
 from megatron_lowprec.recipe.layer_match import Layer
@@ -67,12 +65,18 @@ class _Layer(NamedTuple):
     number: int
     num_layers: int
     name: str
-    plain_path: str  # as ``name``, without the wrappers of adapters
+    paths: tuple[str, ...]  # of a shared module, the first of which names it in draws, rules and messages
+    plain_paths: tuple[str, ...]  # as ``name``, without the wrappers of adapters
 
     @property
     def place(self) -> Layer:
         """The place for which a recipe answers."""
-        return Layer(self.number, self.name, self.num_layers, self.plain_path)
+        return Layer(self.number, self.name, self.num_layers, self.plain_paths[0])
+
+    @property
+    def aliases(self) -> list[Layer]:
+        """The place under each path of the module, for the globs of ``keep_bf16``."""
+        return [self.place._replace(module=path) for path in self.plain_paths]
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class Conversion:
     execution: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [f"recipe {self.recipe.name}: {len(self.converted)} linear layers: {_brief(list(self.converted))}"]
+        lines = [f"recipe {self.recipe.name}: {len(self.converted)} linear layers: {brief(list(self.converted))}"]
         return "\n".join([*lines, *self.execution, *self.lines_of_excluded(True), *self.lines_of_excluded(False)])
 
     def lines_of_excluded(self, requested: bool) -> list[str]:
@@ -101,7 +105,7 @@ class Conversion:
         for path, exclusion in self.excluded.items():
             if exclusion.requested == requested:
                 found.setdefault(exclusion.reason, []).append(path)
-        return [f"not converted: {_brief(paths)} ({reason})" for reason, paths in found.items()]
+        return [f"not converted: {brief(paths)} ({reason})" for reason, paths in found.items()]
 
 
 def convert(
@@ -132,7 +136,8 @@ def convert(
         filter: ``filter(path, module)``, whether to convert a layer, or a weight of the experts in a module; replaces
             the default, which leaves the output head (``lm_head``, ``get_output_embeddings()``, a weight tied to an
             embedding) and routers.
-        keep_bf16: globs of paths of further layers to leave in the compute dtype, such as ``model.layers.0.*``.
+        keep_bf16: globs of paths of further layers to leave in the compute dtype, such as ``model.layers.0.*``. A
+            module with several paths stays if one of them is named, or by default if one is a head or a router.
         skip_slower: leave layers that were measured to be slower in FP8 than in bf16; only if all of their GEMMs are
             native on ``device`` in ``dtype``.
         device, dtype: where and in which dtype the GEMMs will run, if not those of the weights.
@@ -199,7 +204,10 @@ def plan(
         arch, gemm_dtype = _arch(weight.device if device is None else device), dtype or weight.dtype
         kind = str(gemm_dtype).removeprefix("torch.")
         linear = used.at(layer.place)
-        why = _requested(recipe, layer, linear, filter, heads) or _unsupported(model, layer, gemm_dtype)
+        kept = any(recipe.at(each).quantized and not used.at(each).quantized for each in layer.aliases)
+        why = _requested(recipe, layer, kept or not linear.quantized, filter, heads) or _unsupported(
+            model, layer, gemm_dtype
+        )
         if why is None:
             why = _unsuitable(linear, layer, arch if skip_slower and gemm_dtype == torch.bfloat16 else "cpu")
         if why is not None:
@@ -266,7 +274,9 @@ def _used_recipe(recipe: Recipe, keep_bf16: Sequence[str], layers: Sequence[_Lay
     check_no_phases(recipe, "convert")
     places = [layer.place for layer in layers]
     stacks = {layer.stack: layer.num_layers for layer in layers if layer.number}
-    check_globs("keep_bf16", Recipe("", "").in_bf16(modules=keep_bf16), places)
+    check_globs(
+        "keep_bf16", Recipe("", "").in_bf16(modules=keep_bf16), [each for one in layers for each in one.aliases]
+    )
     check_rules(recipe, places, max(stacks.values()) if len(stacks) == 1 else None)
     if len(stacks) != 1 and any(rule.first or rule.counts_from_end for rule in recipe.all_rules):
         found = f"lists of blocks {', '.join(stacks)}" if stacks else "no list of blocks"
@@ -289,7 +299,7 @@ def _linears(model: nn.Module) -> Iterator[_Layer]:
     """Every ``nn.Linear``, subclasses included, ``Conv1D`` of transformers and 3-D weight, shared ones once."""
     sizes: tuple[int, int]
     module: Any
-    added = added_by_peft(model)
+    added, of_module = added_by_peft(model), paths_of_modules(model)
     for path, module in (*model.named_modules(), *expert_weights(model)):
         if isinstance(module, nn.Linear):
             sizes = module.in_features, module.out_features
@@ -300,8 +310,11 @@ def _linears(model: nn.Module) -> Iterator[_Layer]:
         else:
             continue
         stack, number, num_layers, name = _position(model, path)
-        name, plain_path = (without_adapters(each, added) for each in (name, path))
-        yield _Layer(path, module, *sizes, stack, number, num_layers, name, plain_path)
+        owner, parameter = (module.owner, f".{module.name}") if isinstance(module, ExpertWeight) else (module, "")
+        paths = tuple((each + parameter).removeprefix(".") for each in of_module[id(owner)])
+        plain_paths = tuple(without_adapters(each, added) for each in paths)
+        name = without_adapters(name, added)
+        yield _Layer(path, module, *sizes, stack, number, num_layers, name, paths, plain_paths)
 
 
 def _position(model: nn.Module, path: str) -> tuple[str, int, int, str]:
@@ -353,23 +366,23 @@ def _unsupported(model: nn.Module, layer: _Layer, dtype: torch.dtype) -> Exclusi
     return None
 
 
-def _requested(
-    recipe: Recipe, layer: _Layer, linear: LinearRecipe, filter: Filter | None, heads: set[int]
-) -> Exclusion | None:
-    """Reason if the caller, the recipe or a default leaves the layer; ``linear`` is what it would run."""
+def _requested(recipe: Recipe, layer: _Layer, kept: bool, filter: Filter | None, heads: set[int]) -> Exclusion | None:
+    """Reason if the caller, the recipe or a default leaves the layer; ``kept`` by the recipe with ``keep_bf16``."""
+    names = {path.split(".")[-1] for path in layer.plain_paths}
     if filter is not None:
-        if not filter(layer.path, layer.module.owner if isinstance(layer.module, ExpertWeight) else layer.module):
+        module = layer.module.owner if isinstance(layer.module, ExpertWeight) else layer.module
+        if not all(filter(path, module) for path in layer.paths):
             return Exclusion("by filter", True)
-    elif is_adapter(layer.path):
+    elif any(map(is_adapter, layer.paths)):
         return Exclusion("adapter", True)
-    elif id(layer.module) in heads or (name := layer.plain_path.split(".")[-1]) in _HEADS:
+    elif id(layer.module) in heads or not names.isdisjoint(_HEADS):
         return Exclusion("output head", True)
-    elif name in _ROUTERS:
+    elif not names.isdisjoint(_ROUTERS):
         return Exclusion("router", True)
-    if linear.quantized or not recipe.quantized:
+    if not kept or not recipe.quantized:
         return None
-    kept = not recipe.at(layer.place).quantized
-    return Exclusion(f"by the rules of recipe {recipe.name}" if kept else "by keep_bf16", True)
+    by_rules = not recipe.at(layer.place).quantized
+    return Exclusion(f"by the rules of recipe {recipe.name}" if by_rules else "by keep_bf16", True)
 
 
 def _unsuitable(recipe: LinearRecipe, layer: _Layer, arch: str) -> Exclusion | None:
@@ -384,12 +397,3 @@ def _unsuitable(recipe: LinearRecipe, layer: _Layer, arch: str) -> Exclusion | N
     if not isinstance(layer.module, ExpertWeight) and slower_than_bf16(recipe, Target(arch, *sizes)):
         return Exclusion(f"slower in FP8 than in bf16 on {arch} with weights of its size", False)
     return None
-
-
-def _brief(paths: Sequence[str]) -> str:
-    """Paths with layer numbers as ``*``, and how many each stands for; a path of numbers alone as it is."""
-    starred = [re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in paths]
-    counts = Counter(
-        path or "the model" if set(name) <= {"*", "."} else name for path, name in zip(paths, starred, strict=True)
-    )
-    return ", ".join(name if number == 1 else f"{name} ({number})" for name, number in counts.items())

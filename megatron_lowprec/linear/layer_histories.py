@@ -189,18 +189,19 @@ class LayerGroup:
     def _begin(self) -> None:
         self.loaded: bool | None = None
         self._layers: list[weakref.ref[Any]] = []
-        self.pending = self._deferred = self._followed = self.captured = False
+        self.pending = self._deferred = self._followed = self.captured = self._copied = False
         self._said: set[str] = set()
         _groups.append(weakref.ref(self))
         _follow_optimizers()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = "ranks", "_distributed", "_rank", "_whole"
+        names = "ranks", "_distributed", "_rank", "_whole", "pending", "_deferred"
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
         self._begin()
+        self.__dict__.update(state)
+        self._copied = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerGroup":
         # a process group cannot be copied; copies of the layers join
@@ -244,15 +245,14 @@ class LayerGroup:
         if training:
             _stepping.clear()  # of steps that raised
             self._synchronize()
-            self.pending, self.captured = True, self.captured or capturing()
+            self.pending, self.captured, self._copied = True, self.captured or capturing(), False
 
     def follows(self, parameters: set[int]) -> bool:
         """Whether an optimizer with parameters of these ``id`` ends the step."""
 
-        def own() -> Iterator[torch.nn.Parameter]:
-            return (parameter for layer in self.layers for parameter in layer.parameters())
-
-        return any(id(p) in parameters for p in own()) or not any(p.requires_grad for p in own())
+        own = [parameter for layer in self.layers for parameter in layer.parameters()]
+        # a frozen copy, such as an average of weights on one rank, takes no part in the steps of its model
+        return any(id(p) in parameters for p in own) or not (self._copied or any(p.requires_grad for p in own))
 
     def optimizer_stepped(self, parameters: set[int]) -> None:
         """End the step if it is pending; in a backward pass, behind that, when all gradients exist."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,6 +51,23 @@ def without_adapters(path: str, added: str = "") -> str:
 def is_adapter(path: str) -> bool:
     """Whether a module is one of LoRA's two factors, in peft or torchtitan."""
     return _ADAPTER.search(path) is not None
+
+
+def paths_of_modules(model: nn.Module) -> dict[int, list[str]]:
+    """``id`` of each module -> all of its paths."""
+    found = dict[int, list[str]]()
+    for path, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(id(module), []).append(path)
+    return found
+
+
+def brief(paths: Sequence[str]) -> str:
+    """Paths with layer numbers as ``*``, and how many each stands for; a path of numbers alone as it is."""
+    starred = [re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in paths]
+    counts = Counter(
+        path or "the model" if set(name) <= {"*", "."} else name for path, name in zip(paths, starred, strict=True)
+    )
+    return ", ".join(name if number == 1 else f"{name} ({number})" for name, number in counts.items())
 
 
 @dataclass(frozen=True)

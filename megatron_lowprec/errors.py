@@ -85,7 +85,7 @@ def disk_is_full(error: BaseException) -> UserError | None:
     if what is None:
         if not short:
             return None
-        what = "a file could not be written to its end"
+        what = "a file could not be written to its end, as on a full disk"
     name = getattr(error, "filename", None)
     return UserError(f"{what}{'' if name is None else f': {name}'}; make room, or name another folder")
 

@@ -85,8 +85,10 @@ def _preprocess(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
         if getattr(args, name) is not None and name not in _FILES[args.tokenizer_type]:
+            readers = " or ".join(kind for kind, files in _FILES.items() if name in files)
             raise UserError(
-                f"{flag(name)} is not read by --tokenizer-type {args.tokenizer_type}; leave one of them out"
+                f"{flag(name)} is not read by --tokenizer-type {args.tokenizer_type}; give --tokenizer-type {readers}, "
+                f"or leave {flag(name)} out"
             )
     tokenizer = tokenizer_of(args)
     prefixes = {key: f"{args.output_prefix}_{key}_document" for key in args.json_keys}

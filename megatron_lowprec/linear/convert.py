@@ -135,7 +135,7 @@ def convert(
             model's outermost list of modules from 1 and match ``layers.<number>.<path within the block>``.
         filter: ``filter(path, module)``, whether to convert a layer, or a weight of the experts in a module; replaces
             the default, which leaves the output head (``lm_head``, ``get_output_embeddings()``, a weight tied to an
-            embedding) and routers.
+            embedding) and routers. It must accept every path of a shared module.
         keep_bf16: globs of paths of further layers to leave in the compute dtype, such as ``model.layers.0.*``. A
             module with several paths stays if one of them is named, or by default if one is a head or a router.
         skip_slower: leave layers that were measured to be slower in FP8 than in bf16; only if all of their GEMMs are

@@ -67,12 +67,12 @@ def check_arguments(recipe: Recipe, args: Any) -> None:
             "refuses it: leave it out"
         )
     if args is not None:
-        _check_quantization(args)
+        _check_quantization(recipe, args)
         if recipe.changes_training:
             _check_training_state(recipe, args)
 
 
-def _check_quantization(args: Any) -> None:
+def _check_quantization(recipe: Recipe, args: Any) -> None:
     """Only the recipe quantizes; Megatron-LM would accept these flags silently."""
     if getattr(args, "first_last_layers_bf16", False):
         first, last = (getattr(args, f"num_layers_at_{end}_in_bf16", 1) for end in ("start", "end"))
@@ -83,9 +83,9 @@ def _check_quantization(args: Any) -> None:
     for name, stock in _STOCK_QUANTIZATION.items():
         value = getattr(args, name, stock.default)
         if value != stock.default:
-            raise UserError(
-                f"{stock.flag.format(value)} has no effect under --spec: leave it out; {stock.instead.format(value)}"
-            )
+            of_histories = stock.instead.endswith(_FOR_OPERANDS) and not recipe.delayed_operands()
+            instead = f"recipe {recipe.name} keeps no amax history" if of_histories else stock.instead.format(value)
+            raise UserError(f"{stock.flag.format(value)} has no effect under --spec: leave it out; {instead}")
     words = " ".join(getattr(args, "spec", None) or ()).split()
     if _GATHER in words and not getattr(args, "sequence_parallel", False):
         raise UserError(

@@ -292,16 +292,17 @@ class QuantSpec:
         """Refuse coded scales that saturate at the amax, or are 0 where it is 1."""
         scales, largest = FORMATS[self.scale_format], self.scale.block_target or FORMATS[self.format].max
         most = scales.max * largest
-        if self.tensor_scale is None and 1 / largest < scales.smallest / 2:
+        zero = self.scale.zero_code != "one" and 1 / largest < scales.smallest / 2
+        if self.tensor_scale is None and zero:
             raise UserError(
                 f"{self.format} elements were asked under {self.scale_format} scales alone, where a block of amax 1 "
-                f"has scale 0: set tensor_scale.target, {most:.15g} at most, or another scale.format"
+                f"has scale 0: set tensor_scale.target, {most} at most, or another scale.format"
             )
-        if self.tensor_scale is not None and self.tensor_scale.target > most:
+        if self.tensor_scale is not None and self.tensor_scale.target * 2.0**-self.margin > most:
             raise UserError(
-                f"tensor_scale.target is {self.tensor_scale.target:.15g}, but {self.scale_format} scales of "
-                f"{self.format} elements reach {most:.15g}, and larger blocks would saturate: set "
-                f"tensor_scale.target={most:.15g}"
+                f"tensor_scale.target is {self.tensor_scale.target}, but {self.scale_format} scales of "
+                f"{self.format} elements reach {most}, and larger blocks would saturate: set "
+                f"tensor_scale.target={most}"
             )
 
     def with_current_scaling(self) -> QuantSpec:

@@ -51,14 +51,17 @@ def quality(group: Group, fit: Fit | None, confidence: float, texts: Sequence[st
         finished = _count_seeds(group.of(label, Status.FINISHED))
         started = {run.block for run in group.of(label) if run.status is not Status.NOT_STARTED}  # in any sweep
         waiting = [run for run in group.of(label, Status.NOT_STARTED) if run.block not in started]
-        others = (Status.DIVERGED, group.of(label, Status.DIVERGED)), (Status.NOT_STARTED, waiting)
+        others = [(Status.DIVERGED.value, group.of(label, Status.DIVERGED)), (Status.NOT_STARTED.value, waiting)]
+        scored = [run for run in group.of(label, Status.FINISHED) if run.texts]
+        if _count_seeds(scored) < finished:  # columns of texts have means of these
+            others.append(("scored", scored))
         runs = _with_losses(group, label)
         known = fit if finished else None
         gap = _gap(group, fit, label)
         row = {
             "recipe": label,
             "seeds\nfinished": f"{finished} of {_count_seeds(group.of(label))}"
-            + "".join(f", {_count_seeds(each)} {how.value}" for how, each in others if each),
+            + "".join(f", {_count_seeds(each)} {how}" for how, each in others if each),
             f"gap to {group.reference}\nnats": gap[0],
             f"{confidence:.0%} interval\nnats": gap[1],
             "gap\n% of perplexity": gap[2],
@@ -82,14 +85,13 @@ def text_columns(groups: Sequence[Group]) -> list[str]:
 
 
 def _by_text(runs: Sequence[Run], columns: Sequence[str]) -> dict[str, str]:
-    """Mean over the runs in each of these columns, and how many have a score where some lack one."""
+    """Mean over the runs in each of these columns."""
     cells = {}
     for column in columns:
         name, _, unit = column.rpartition("\n")
         losses = [run.texts[name] for run in runs if name in run.texts]
         values = [loss.nats if unit == _NATS else loss.bits for loss in losses]
-        some = f" ({len(values)} of {len(runs)})" if 0 < len(values) < len(runs) else ""
-        cells[column] = number(float(np.mean(values)) if values else math.nan, 4) + some
+        cells[column] = number(float(np.mean(values)) if values else math.nan, 4)
     return cells
 
 

@@ -107,15 +107,14 @@ def test_losses_by_text(name: str) -> None:
     assert {row["recipe"] for row in rows} == found.keys()
     for row in rows:
         scores = found[row["recipe"]]
-        cell, some, counts = row["enwiki-test, nats"].partition(" (")
-        finished = row["seeds, finished"].split(" of ")[0]
-        assert (some, counts) == (("", "") if finished == str(len(scores)) else (" (", f"{len(scores)} of {finished})"))
+        finished, _, others = row["seeds, finished"].partition(" of ")
+        assert others.endswith(f", {len(scores)} scored") == (int(finished) > len(scores))
         wikitext = [each["wikitext"] for each in scores]
         nats = [each["data"]["data/enwiki-test.jsonl.xz"]["loss"] for each in scores]
-        assert shown(cell) == within(mean(nats), 4)
-        assert shown(row["WikiText, nats"].partition(" (")[0]) == within(mean(each["loss"] for each in wikitext), 4)
+        assert shown(row["enwiki-test, nats"]) == within(mean(nats), 4)
+        assert shown(row["WikiText, nats"]) == within(mean(each["loss"] for each in wikitext), 4)
         bits = [each["loss"] * each["tokens"] / each["bytes"] / math.log(2) for each in wikitext]
-        assert shown(row["WikiText, bits a byte"].partition(" (")[0]) == within(mean(bits), 4)
+        assert shown(row["WikiText, bits a byte"]) == within(mean(bits), 4)
 
 
 def test_rivals_by_seed() -> None:
@@ -289,7 +288,7 @@ def test_pairs_of_both_roundings_and_bf16() -> None:
     assert found is not None
     differences = [difference for each in of_bf16 for difference in each.values()]
     assert [float(each) for each in found.groups()] == [within(each(differences), 4) for each in (min, max)]
-    found = re.search(r"at ([\d.]+) and ([\d.]+) above bf16", page)
+    found = re.search(r"on average ([\d.]+) above bf16 \(nearest ([\d.]+)\)", page)
     assert found is not None
     nearest, behind = ([each["validation, 2,659"] for each in pair] for pair in (of_bf16, of_roundings))
     assert [float(each) for each in found.groups()] == [

@@ -38,7 +38,7 @@ def test_cost_and_peaks_without_cached_weights() -> None:
         *(within(each, 1) for each in costs),
         *(within(each, 3) for each in shares),
     ]
-    found = re.search(r"Losses part by ([\d.]+) nats \(8B\) and ([\d.]+); so do", page)
+    found = re.search(r"Losses part by ([\d.]+) nats \(8B\) and ([\d.]+) at the third", page)
     assert found is not None
     assert [float(each) for each in found.groups()] == [within(each, 4) for each in apart]
 
@@ -54,6 +54,16 @@ def test_bits_of_runs_without_cached_weights_and_of_twins() -> None:
     for variant, runs in bits.items():
         different = [each != runs["a"] for letter, each in runs.items() if letter != "a"]
         assert different and not any(different) if "-det" in variant else all(different), variant
+    page = (RESULTS / "memory.md").read_text(encoding="utf-8")
+    found = re.search(r"of two and four layers by up to ([\d.]+) and ([\d.]+) in six", page)
+    assert found is not None
+    for model, apart in zip(("llama", "6.7b"), found.groups(), strict=True):
+        differences = [
+            abs(float.fromhex(ours) - float.fromhex(theirs))
+            for way in ("eager", "graph")
+            for ours, theirs in zip(bits[f"{model}-{way}"]["a"][0], bits[f"{model}-{way}"]["b"][0], strict=True)
+        ]
+        assert float(apart) == within(max(differences), 4)
     for model in ("6.7b", "llama"):
         assert bits[f"{model}-det"]["a"] == bits[f"{model}-detgraph"]["u"]
 

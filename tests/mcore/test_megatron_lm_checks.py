@@ -104,11 +104,16 @@ DEFAULTS = {
 @pytest.mark.parametrize(("changes", "given", "instead"), OF_STOCK_LAYERS)
 def test_quantization_of_stock_layers_is_refused(changes: dict[str, Any], given: str, instead: str) -> None:
     with pytest.raises(UserError, match=f"^{re.escape(given)} has no effect under --spec: .*{re.escape(instead)}"):
-        check_arguments(get_recipe("mxfp8"), SimpleNamespace(**{**ENOUGH, **DEFAULTS, **changes}))
+        check_arguments(get_recipe("fp8_delayed"), SimpleNamespace(**{**ENOUGH, **DEFAULTS, **changes}))
     overrides = re.findall(r"\S+=\S+", instead)
     for operand in OTHER_OPERANDS if "fprop.input" in instead else ():  # "and the same for the other operands"
         overrides.append(overrides[0].replace("fprop.input", operand))
-    assert load_recipe("fp8_delayed", overrides) != get_recipe("fp8_delayed") or not overrides
+    load_recipe("fp8_delayed", overrides)  # raises for advice that no recipe takes
+
+
+def test_fields_of_a_history_are_not_advised_without_one() -> None:
+    with pytest.raises(UserError, match=r"--fp8-margin 3 has no effect .* recipe mxfp8 keeps no amax history"):
+        check_arguments(get_recipe("mxfp8"), SimpleNamespace(**{**ENOUGH, **DEFAULTS, "fp8_margin": 3}))
 
 
 def test_defaults_of_quantization_are_accepted() -> None:

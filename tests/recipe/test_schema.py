@@ -98,17 +98,17 @@ NVFP4 = QuantSpec("e2m1", **E4M3_SCALES, tensor_scale=TensorScaleSpec(2688.0))
         ),
         (
             {"format": "e1m2", "scale": ScaleSpec(**CODED), "tensor_scale": TensorScaleSpec(2688.0)},
-            "tensor_scale.target is 2688, but e4m3 scales of e1m2 elements reach 784, and larger blocks would "
-            "saturate: set tensor_scale.target=784",
+            "tensor_scale.target is 2688.0, but e4m3 scales of e1m2 elements reach 784.0, and larger blocks would "
+            "saturate: set tensor_scale.target=784.0",
         ),
         (
             {"format": "e2m1", "scale": ScaleSpec(**CODED, block_target=4.0), "tensor_scale": TensorScaleSpec(2688.0)},
-            "set tensor_scale.target=1792",
+            "set tensor_scale.target=1792.0",
         ),
         (
             {"format": "e5m2", "scale": ScaleSpec(**CODED)},
             "e5m2 elements were asked under e4m3 scales alone, where a block of amax 1 has scale 0: set "
-            "tensor_scale.target, 25690112 at most",
+            "tensor_scale.target, 25690112.0 at most",
         ),
         (
             {"scale": ScaleSpec(**CODED | {"rule": "divided"})},

@@ -29,8 +29,9 @@ def test_the_table_has_a_column_for_each_text(tmp_path: Path) -> None:
     assert [column for column in table.columns if column in columns] == columns
     rows = {row[0]: dict(zip(table.columns, row)) for row in table.rows}
     assert [rows["bf16"][column] for column in columns] == ["4.1000", "1.0250", "3.0500"]
-    assert [rows["mxfp8"][column] for column in columns] == ["4.4000 (1 of 2)", "1.1000 (1 of 2)", "3.3000 (1 of 2)"]
+    assert [rows["mxfp8"][column] for column in columns] == ["4.4000", "1.1000", "3.3000"]
     assert [rows["mxfp4"][column] for column in columns] == ["\N{EN DASH}"] * 3
+    assert [rows[name]["seeds\nfinished"] for name in rows] == ["2 of 2", "2 of 2, 1 scored", "2 of 2"]
     several = tables.all_groups([group], {group.name: fit}, 0.95)
     assert set(columns) <= set(several.columns)
 

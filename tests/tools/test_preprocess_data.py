@@ -66,7 +66,7 @@ def test_as_a_program_with_workers_it_writes_the_same(inputs: list[str], tmp_pat
         (["--json-keys", "body"], "a.jsonl, line 1: no key 'body'; found: 'text', 'title'; name the right one"),
         (["--vocab-file", "nowhere.json"], "--vocab-file nowhere.json: no such file"),
         (["--workers", "0"], "--workers 0: must be at least 1"),
-        (["--tokenizer-model", "x"], "--tokenizer-model is not read by --tokenizer-type GPT2BPETokenizer; leave one"),
+        (["--tokenizer-model", "x"], "--tokenizer-model is not read by --tokenizer-type GPT2BPETokenizer; give --t"),
         (
             ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"],
             "--vocab-file is not read by --tokenizer-type Nul",

@@ -190,7 +190,8 @@ def _how(config: Config, need: str) -> str:
     found = _shown(first, getattr(config, first))
     if values:
         wanted = values.replace("|", " or ")
-        return f"is for {flag(first)} {wanted}, and this run has {found}; give {flag(first)} {wanted}, or leave it out"
+        ask = f"give {flag(first)} {wanted} too, or leave the first out"
+        return f"is for {flag(first)} {wanted}, and this run has {found}; {ask}"
     if need.startswith("!"):
         return f"excludes {found}; leave one of the two out"
     return f"does nothing without {' or '.join(map(flag, (first, *others)))}; add that, or leave it out"

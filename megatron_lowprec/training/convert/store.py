@@ -121,11 +121,11 @@ def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str
 
 
 @contextmanager
-def whole_or_nothing(folder: Path, asked: str) -> Iterator[None]:
-    """Removes a folder on an error while it is written.
+def whole_or_nothing(folder: Path, option: str) -> Iterator[None]:
+    """Removes a folder of the caller's own on an error while it is written.
 
     Args:
-        asked: the flag that a full disk is reported with.
+        option: what a full disk is reported with.
 
     Raises:
         UserError: the disk is full.
@@ -133,15 +133,15 @@ def whole_or_nothing(folder: Path, asked: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is no Exception
-        shutil.rmtree(folder.resolve(), ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         if (full := disk_is_full(error)) is not None:
-            raise UserError(f"{asked}: {full}") from None
+            raise UserError(f"{option}: {full}") from None
         raise
 
 
 @contextmanager
 def _silenced(logger: str) -> Iterator[None]:
-    """Without a logger's lines: of a failed write they repeat the exception."""
+    """Mutes a logger, which repeats the exception of a failed write."""
     found = logging.getLogger(logger)
     level = found.level
     found.setLevel(logging.CRITICAL)

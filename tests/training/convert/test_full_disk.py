@@ -28,7 +28,10 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
             assert export_hf.main(["--load", "run", "--out", out]) == 2
         error = capsys.readouterr().err
         assert error == f"export_hf.py: error: --out {out}: File too large; make room, or name another folder\n"
+        assert os.listdir(out) == []
         assert export_hf.main(["--load", "run", "--out", out]) == 0
+        assert {"config.json", "model.safetensors"} <= set(os.listdir(out))
+        assert not [name for name in os.listdir(out) if Path(out, name).is_dir()]
         capsys.readouterr()
 
     for size in (100_000, 1_000):

@@ -84,7 +84,7 @@ def convert(args: argparse.Namespace) -> list[str]:
 
 def _tokenizer_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of the one tokenizer that the flags name."""
-    names = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
+    names = [*sorted(set().union(*_KINDS)), "vocab_size"]
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     kind = _KINDS.get(frozenset(given.keys() - {"vocab_size"}))
     if kind is None or not given:

@@ -23,13 +23,11 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.convert import stock
 from megatron_lowprec.training.convert.store import check_vocabulary, training_hint, write_checkpoint
-from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
+from megatron_lowprec.training.data.tokenizer import TOKENIZER_FILES, padded_vocab_size, tokenizer_of
 from megatron_lowprec.training.distributed import startup
 
 _KINDS = {
-    frozenset({"vocab_file", "merge_file"}): "GPT2BPETokenizer",
-    frozenset({"tokenizer_model"}): "HuggingFaceTokenizer",
-    frozenset[str](): "NullTokenizer",
+    frozenset(TOKENIZER_FILES[kind]): kind for kind in ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 }
 """Type of tokenizer by the files that are given."""
 

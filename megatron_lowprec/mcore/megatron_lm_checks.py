@@ -16,17 +16,20 @@ class _Stock(NamedTuple):
     flag: str  # as given, with {} for its value
     default: Any
     instead: str
+    of_histories: bool = False  # has a meaning for recipes with amax histories only
 
 
 _FOR_OPERANDS = "after the recipe's name in --spec, and the same for the other operands"
 _AFTER_NAME = "after the recipe's name in --spec"
 _STOCK_QUANTIZATION = {
     "fp8_recipe": _Stock("--fp8-recipe {}", "delayed", "name a recipe with such scales in --spec"),
-    "fp8_margin": _Stock("--fp8-margin {}", 0, f"write fprop.input.margin={{}} {_FOR_OPERANDS}"),
+    "fp8_margin": _Stock("--fp8-margin {}", 0, f"write fprop.input.margin={{}} {_FOR_OPERANDS}", True),
     "fp8_interval": _Stock("--fp8-interval {}", 1, "scales are computed at every step"),
-    "fp8_amax_history_len": _Stock("--fp8-amax-history-len {}", 1, f"write fprop.input.history={{}} {_FOR_OPERANDS}"),
+    "fp8_amax_history_len": _Stock(
+        "--fp8-amax-history-len {}", 1, f"write fprop.input.history={{}} {_FOR_OPERANDS}", True
+    ),
     "fp8_amax_compute_algo": _Stock(
-        "--fp8-amax-compute-algo {}", "most_recent", f"write fprop.input.history_rule={{}} {_FOR_OPERANDS}"
+        "--fp8-amax-compute-algo {}", "most_recent", f"write fprop.input.history_rule={{}} {_FOR_OPERANDS}", True
     ),
     "fp8_wgrad": _Stock("--no-fp8-wgrad", True, f"write wgrad.input=null wgrad.grad_output=null {_AFTER_NAME}"),
     "fp8_quantizer_factory": _Stock("--fp8-quantizer-factory {}", None, "name a YAML file of a recipe in --spec"),
@@ -83,8 +86,9 @@ def _check_quantization(recipe: Recipe, args: Any) -> None:
     for name, stock in _STOCK_QUANTIZATION.items():
         value = getattr(args, name, stock.default)
         if value != stock.default:
-            of_histories = stock.instead.endswith(_FOR_OPERANDS) and not recipe.delayed_operands()
-            instead = f"recipe {recipe.name} keeps no amax history" if of_histories else stock.instead.format(value)
+            instead = stock.instead.format(value)
+            if stock.of_histories and not recipe.delayed_operands():
+                instead = f"recipe {recipe.name} keeps no amax history"
             raise UserError(f"{stock.flag.format(value)} has no effect under --spec: leave it out; {instead}")
     words = " ".join(getattr(args, "spec", None) or ()).split()
     if _GATHER in words and not getattr(args, "sequence_parallel", False):

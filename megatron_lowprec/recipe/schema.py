@@ -26,6 +26,7 @@ TransformOutput = Literal["fp32", "operand"]
 HADAMARD_BLOCKS = (16, 32, 64, 128, 256)
 FIXED_SIGNS = {"nvfp4": (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)}
 """Sign vectors that all layers share: ``nvfp4`` is TransformerEngine's."""
+
 GEMM_OPERANDS: dict[str, tuple[str, str]] = {
     "fprop": ("input", "weight"),
     "dgrad": ("grad_output", "weight"),

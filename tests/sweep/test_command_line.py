@@ -59,6 +59,24 @@ def test_no_failure_at_all_is_no_limit(
     assert f"--max-failures {number} starts no job; give at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--slurm-dry-run", "--max-failures", "1"], "--slurm has no use for --max-failures"),
+        (
+            ["--slurm", "--start-within", "5", "--max-failures", "1"],
+            "no use for --max-failures and --start-within, as Slurm starts the jobs",
+        ),
+        (["--start-within", "nan"], "--start-within nan is no time; give seconds"),
+    ],
+)
+def test_limits_of_this_process_are_not_for_slurm(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    assert fake.run(write_sweep(), *flags) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_an_error_is_one_line(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
     assert fake.run(write_sweep(), "--size", "huge") == 2
     error = capsys.readouterr().err

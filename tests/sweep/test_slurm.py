@@ -70,24 +70,6 @@ def test_the_script_of_every_size(fake: Fake, capsys: pytest.CaptureFixture[str]
     assert not fake.out.exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--slurm-dry-run", "--max-failures", "1"], "--slurm has no use for --max-failures"),
-        (
-            ["--slurm", "--start-within", "5", "--max-failures", "1"],
-            "no use for --max-failures and --start-within, as Slurm starts the jobs",
-        ),
-        (["--start-within", "nan"], "--start-within nan is no time; give seconds"),
-    ],
-)
-def test_limits_of_this_process_are_not_for_slurm(
-    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
-) -> None:
-    assert fake.run(write_sweep(), *flags) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_a_request_for_gpus_of_ones_own(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from megatron_lowprec.training.config.arguments import flag, required
 from megatron_lowprec.training.config.options import Config, options_with
 from megatron_lowprec.training.data.blend import all_paths, check_split
 from megatron_lowprec.training.data.jsonl import SUFFIXES, is_text_file
+from megatron_lowprec.training.data.tokenizer import TOKENIZER_FILES
 
 DATA_CACHE = "data/cache"
 """Default of --data-cache-path, in the working folder."""
@@ -27,12 +28,7 @@ def resolve_data(config: Config) -> Config:
         raise UserError("no data: give --data-path, --train-data-path or --mock-data")
     if any(separate) and config.data_path is not None:
         raise UserError("--data-path and --train-data-path exclude each other; leave one out")
-    if config.tokenizer_type == "GPT2BPETokenizer":
-        required(config, "vocab_file", "merge_file")
-    elif config.tokenizer_type in ("HuggingFaceTokenizer", "SentencePieceTokenizer"):
-        required(config, "tokenizer_model")
-    else:
-        required(config, "vocab_size")
+    required(config, *(TOKENIZER_FILES[config.tokenizer_type] or ("vocab_size",)))
     for name in options_with(path="tokenizer"):
         value = getattr(config, name)
         if value is not None and not find(value).exists():  # the tokenizer finds it by the same name

@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 
     from megatron_lowprec.training.config.options import Config
 
-TOKENIZER_TYPES = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer")
+TOKENIZER_FILES: dict[str, tuple[str, ...]] = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "NullTokenizer": (),
+}
+"""Types of tokenizers, and the options of the files that they read."""
+TOKENIZER_TYPES = tuple(TOKENIZER_FILES)
 END_OF_TEXT = "<|endoftext|>"
 
 

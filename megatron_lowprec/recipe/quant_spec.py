@@ -290,8 +290,10 @@ class QuantSpec:
 
     def _check_range(self) -> None:
         """Refuse coded scales that saturate at the amax, or are 0 where it is 1."""
-        scales, largest = FORMATS[self.scale_format], FORMATS[self.format].max
-        most = scales.max * largest  # peers have block targets below the elements' maximum under this target too
+        scales = FORMATS[self.scale_format]
+        # peers have block targets below the elements' maximum under that maximum's target too
+        largest = max(FORMATS[self.format].max, self.scale.block_target or 0.0)
+        most = scales.max * largest
         zero = self.scale.zero_code != "one" and 1 / largest < scales.smallest / 2
         if self.tensor_scale is None and zero:
             raise UserError(

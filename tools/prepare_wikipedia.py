@@ -23,12 +23,14 @@ from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.shipped import find
 from megatron_lowprec.training.data import shards
 from megatron_lowprec.training.data.progress import progress_bar
-from megatron_lowprec.training.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron_lowprec.training.data.tokenizer import TOKENIZER_FILES, TOKENIZER_TYPES, check_files, tokenizer_of
 from megatron_lowprec.training.data.wikipedia import Files, Hub, Source
+
+GPT2_FILES = {"vocab_file": "data/gpt2/vocab.json", "merge_file": "data/gpt2/merges.txt"}  # the repository ships them
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Flags; the default tokenizer is GPT-2's, which the repository ships."""
+    """Flags; the default tokenizer is GPT-2's."""
     parser = Parser(description=__doc__)
     parser.add_argument("--output-prefix", metavar="PREFIX", help="shards are named PREFIX-00000_text_document.*")
     parser.add_argument("--input", nargs="+", metavar="FILE", help=".jsonl (.gz, .xz, .zst) or .parquet, not --dataset")
@@ -44,8 +46,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--workers", type=int, default=1, help="processes; do not change the result (default: 1)")
     parser.add_argument("--log-interval", type=int, default=10_000, help="articles per progress line (default: 10000)")
     parser.add_argument("--tokenizer-type", default="GPT2BPETokenizer", choices=TOKENIZER_TYPES)
-    parser.add_argument("--vocab-file", default="data/gpt2/vocab.json", metavar="FILE")
-    parser.add_argument("--merge-file", default="data/gpt2/merges.txt", metavar="FILE")
+    parser.add_argument("--vocab-file", metavar="FILE", help=f"default: {GPT2_FILES['vocab_file']}")
+    parser.add_argument("--merge-file", metavar="FILE", help=f"default: {GPT2_FILES['merge_file']}")
     parser.add_argument("--tokenizer-model", metavar="PATH", help="tokenizer.json, or a folder with one")
     parser.add_argument("--vocab-size", type=int, help="number of ids of a NullTokenizer")
     parser.add_argument("--verify", metavar="MANIFEST", help="only compare a manifest with its shards")
@@ -78,13 +80,10 @@ def _prepare(args: argparse.Namespace) -> None:
         raise UserError("--output-prefix is missing: give the path prefix of the shards")
     if min(args.workers, args.shard_documents) < 1:
         raise UserError("--workers and --shard-documents must be at least 1")
-    tokenizer = build_tokenizer(
-        args.tokenizer_type,
-        vocab_file=args.vocab_file,
-        merge_file=args.merge_file,
-        tokenizer_model=args.tokenizer_model,
-        vocab_size=args.vocab_size,
-    )
+    check_files(args)
+    for name in TOKENIZER_FILES[args.tokenizer_type]:
+        setattr(args, name, getattr(args, name) or GPT2_FILES.get(name))
+    tokenizer = tokenizer_of(args)
     start = time.perf_counter()
     with progress_bar(args.log_interval) as progress:
         found = shards.prepare(
@@ -118,8 +117,11 @@ def _check_files(paths: Sequence[str], checksums: Path) -> None:
     """Raise a UserError for a file whose name or content is not in the output of sha256sum in ``checksums``."""
     if not paths:
         raise UserError(f"--checksums {checksums}: is for the files of --input; name them, or leave it out")
-    lines = (line.split() for line in checksums.read_text(encoding="utf-8").splitlines())
-    listed = {words[-1]: words[0] for words in lines if words}
+    try:
+        lines = (line.split() for line in checksums.read_text(encoding="utf-8").splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--checksums {checksums}: not a list as sha256sum writes it: {error}") from None
+    listed = {words[-1].removeprefix("*"): words[0] for words in lines if words}
     for path in paths:
         if Path(path).name not in listed:
             raise UserError(

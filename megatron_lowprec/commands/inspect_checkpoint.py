@@ -4,7 +4,8 @@
     megatron-lowprec inspect runs/gpt_345m/checkpoints --iteration 2000
 
 No tensor is loaded and no code of the checkpoint is run: ``.metadata`` is read, and the bytes of all files are compared
-with their checksums. The exit code is 1 if the checkpoint is damaged.
+with their checksums. The exit code is 1 if the checkpoint is damaged. Others in the folder are listed, and marked if
+their metadata or the sizes of their files show damage.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_lowprec.recipe.parsing import recipe_from_dict
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from megatron_lowprec.training.checkpoint import checksums, safe_load, storage
-from megatron_lowprec.training.checkpoint.resume import CONFIG, Saved
+from megatron_lowprec.training.checkpoint.resume import CONFIG, Saved, read
 from megatron_lowprec.training.config.resolve import describe_layout
 from megatron_lowprec.training.config.run_config import read_run_config
 
@@ -125,8 +126,22 @@ def _choose(folder: Path, iteration: int | None) -> tuple[Path, list[str]]:
     if latest not in present:
         notes.append(_row("latest", f"{storage.TRACKER} names {latest}, which has no checkpoint"))
     chosen = iteration if iteration is not None else latest if latest in present else max(present)
-    listed = ", ".join(f"{number}{' (latest)' if number == latest else ''}" for number in present)
-    return storage.at_iteration(str(folder), chosen), [*notes, _row("there are", listed)]
+    listed = []
+    for number, path in present.items():
+        marks = ["latest"] * (number == latest) + _faults(path)
+        listed.append(f"{number} ({', '.join(marks)})" if marks else str(number))
+    return storage.at_iteration(str(folder), chosen), [*notes, _row("there are", ", ".join(listed))]
+
+
+def _faults(folder: Path) -> list[str]:
+    """A word about a checkpoint that cannot be loaded, as far as the sizes of its files tell."""
+    try:
+        read(folder, sizes_only=True)
+    except safe_load.Damaged:
+        return ["damaged"]
+    except UserError:
+        return ["refused"]
+    return []
 
 
 def main(argv: Sequence[str] | None = None, program: str = "inspect_checkpoint.py") -> int:
@@ -137,12 +152,12 @@ def main(argv: Sequence[str] | None = None, program: str = "inspect_checkpoint.p
     arguments = parser.parse_args(argv)
 
     def inspect() -> int:
+        folder, notes = _choose(arguments.folder, arguments.iteration)
+        print(*notes, sep="\n", end="\n" * bool(notes))
         try:
-            folder, notes = _choose(arguments.folder, arguments.iteration)
-            for line in (*notes, *describe(folder)):
-                print(line)
+            print(*describe(folder), sep="\n")
         except safe_load.Damaged as error:
-            print(_row("damaged", str(error)))
+            print(_row("damaged", f"{folder}: {error}"))
             return 1
         return 0
 

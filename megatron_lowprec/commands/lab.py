@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
-from megatron_lowprec.training.config.paths import check_folder
+from megatron_lowprec.training.config.paths import create_folder
 
 # Experiment: its module in megatron_lowprec.lab.
 EXPERIMENTS = {
@@ -105,8 +105,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         raise UserError(
             f"{args.experiment} takes no files and no recipes, but {' '.join(args.arguments)} was given; leave it out"
         )
-    check_folder(args.out, "--out")
-    args.out.mkdir(parents=True, exist_ok=True)
+    create_folder(args.out, "--out")
     lab = Lab(torch.device(args.device), args.seed, args.quick)
     conditions = header(lab.device, ["megatron-lowprec lab", *map(shlex.quote, argv)])
     for name in EXPERIMENTS if args.experiment == "all" else (args.experiment,):
@@ -121,6 +120,5 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
 def _report(args: argparse.Namespace) -> None:
     from megatron_lowprec.lab import page
 
-    check_folder(args.out, "--out")
-    args.out.mkdir(parents=True, exist_ok=True)
+    create_folder(args.out, "--out")
     print(page.write(args.out, [Path(run) for run in args.arguments]))

@@ -19,7 +19,7 @@ from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.data import corpus_writer, indexed_dataset
 from megatron_lowprec.training.data.progress import progress_bar
-from megatron_lowprec.training.data.tokenizer import TOKENIZER_FILES, TOKENIZER_TYPES, tokenizer_of
+from megatron_lowprec.training.data.tokenizer import TOKENIZER_TYPES, check_files, tokenizer_of
 
 _OF_VERIFY = ("verify", "vocab_size")
 
@@ -76,13 +76,7 @@ def _preprocess(args: argparse.Namespace) -> None:
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: must be at least 1")
     start = time.perf_counter()
-    for name in dict.fromkeys(name for files in TOKENIZER_FILES.values() for name in files):
-        if getattr(args, name) is not None and name not in TOKENIZER_FILES[args.tokenizer_type]:
-            readers = " or ".join(kind for kind, files in TOKENIZER_FILES.items() if name in files)
-            raise UserError(
-                f"{flag(name)} is not read by --tokenizer-type {args.tokenizer_type}; give --tokenizer-type {readers}, "
-                f"or leave {flag(name)} out"
-            )
+    check_files(args)
     tokenizer = tokenizer_of(args)
     prefixes = {key: f"{args.output_prefix}_{key}_document" for key in args.json_keys}
     options = {"workers": args.workers, "append_eod": args.append_eod}

@@ -69,12 +69,15 @@ def write_cases(folder: Path, inputs: Tensors, cases: Iterable[Case]) -> int:
     """Write ``inputs`` and cases into a folder, which is created; returns the number of cases.
 
     Raises:
-        UserError: the folder has vectors; safetensors is missing.
+        UserError: the folder has vectors, or cannot be created; safetensors is missing.
     """
     if any(folder.glob("*.safetensors")):
         raise UserError(f"--export {folder} has *.safetensors; name a new folder")
     save_file = _safetensors().torch.save_file
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--export {folder} cannot be created: {error}") from None
     save_file(_stored(inputs), str(folder / f"{INPUTS}.safetensors"))
     count = 0
     for case in cases:

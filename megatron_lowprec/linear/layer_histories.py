@@ -9,15 +9,15 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from copy import copy, deepcopy
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.optimizer_steps import call_after_steps, forget_steps
 from megatron_lowprec.linear.sharding.dtensors import is_dtensor
 from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
 from megatron_lowprec.quantization.amax_history import AmaxHistory, update_together
@@ -192,7 +192,7 @@ class LayerGroup:
         self.pending = self._deferred = self._followed = self.captured = self._copied = False
         self._said: set[str] = set()
         _groups.append(weakref.ref(self))
-        _follow_optimizers()
+        call_after_steps(_after_optimizer_step)
 
     def __getstate__(self) -> dict[str, Any]:
         names = "ranks", "_distributed", "_rank", "_whole", "pending", "_deferred"
@@ -243,7 +243,7 @@ class LayerGroup:
         self._followed = False  # of a backward pass that raised
         self.catch_up(collective=training)  # one rank may evaluate alone
         if training:
-            _stepping.clear()  # of steps that raised
+            forget_steps()
             self._synchronize()
             self.pending, self.captured, self._copied = True, self.captured or capturing(), False
 
@@ -370,18 +370,7 @@ class LayerGroup:
 _groups: list[weakref.ref[LayerGroup]] = []  # in order of creation, equal on all ranks
 
 
-_stepping: list[Optimizer] = []  # each within the one before, as ZeroRedundancyOptimizer has one of its shard
-
-
-def _before_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
-    _stepping.append(optimizer)
-
-
-def _after_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
-    while _stepping and _stepping.pop() is not optimizer:
-        pass  # one that raised
-    if _stepping:  # not all ranks may have one within, and the end of a step is collective
-        return
+def _after_optimizer_step(optimizer: Optimizer) -> None:
     groups = [group for reference in _groups if (group := reference()) is not None]
     if len(groups) < len(_groups):
         _groups[:] = map(weakref.ref, groups)
@@ -390,9 +379,3 @@ def _after_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
     for group in pending:
         # here, not in the next forward pass: a checkpoint may be written by one rank only
         group.optimizer_stepped(parameters)
-
-
-@cache
-def _follow_optimizers() -> None:
-    register_optimizer_step_pre_hook(_before_optimizer_step)
-    register_optimizer_step_post_hook(_after_optimizer_step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -62,12 +61,12 @@ def paths_of_modules(model: nn.Module) -> dict[int, list[str]]:
 
 
 def brief(paths: Sequence[str]) -> str:
-    """Paths with layer numbers as ``*``, and how many each stands for; a path of numbers alone as it is."""
-    starred = [re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in paths]
-    counts = Counter(
-        path or "the model" if set(name) <= {"*", "."} else name for path, name in zip(paths, starred, strict=True)
-    )
-    return ", ".join(name if number == 1 else f"{name} ({number})" for name, number in counts.items())
+    """Paths that differ in layer numbers as one with ``*``, and how many it stands for; others as they are."""
+    alike = dict[str, list[str]]()
+    for path in paths:
+        name = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+        alike.setdefault(path if set(name) <= {"*", "."} else name, []).append(path or "the model")
+    return ", ".join(f"{name} ({len(found)})" if len(found) > 1 else found[0] for name, found in alike.items())
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.compiled import record_weight, traced_gemms, traced_pass
@@ -130,11 +131,13 @@ class LowPrecLayer(StatefulLayer):
             y = _run(self, flat, weight, bias)
         elif self.gathers_fp8:
             y = _run_outside_graph(self, flat, weight, bias)
-        elif self._opaque:
-            y = opaque_linear(flat, [weight], bias, self.recipe_key)
-        else:
+        elif not self._opaque and not _data_decide(flat.shape[0]):
             grad = torch.is_grad_enabled()
             y = _traced(flat, weight, bias, self.recipe_key, self.identity, grad, self.training and grad)
+        elif self.group is None:
+            y = opaque_linear(flat, [weight], bias, self.recipe_key)
+        else:
+            y = _run_with_state(self, flat, weight, bias)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def _check_gathered(self, weight: torch.Tensor, kind: str) -> None:
@@ -167,6 +170,16 @@ def _run(layer: LowPrecLayer, x: torch.Tensor, weight: torch.Tensor, bias: torch
 
 
 _run_outside_graph = torch.compiler.disable(_run, reason="FSDP2 gathers the codes of a weight outside the graph")
+_run_with_state = torch.compiler.disable(
+    _run,
+    reason="data decide whether a layer with random draws or delayed scales gets tokens: promise them by "
+    "torch._check(x.shape[0] > 1) before it, or leave fullgraph=True out",
+)
+
+
+def _data_decide(tokens: Any) -> bool:
+    """Whether no guard tells the number of tokens from 0 and 1, of which ``_traced`` makes graphs of their own."""
+    return guard_or_true(tokens > 1) != guard_or_false(tokens > 1)
 
 
 @torch.compiler.allow_in_graph
@@ -206,7 +219,8 @@ class LowPrecLinear(LowPrecLayer, nn.Linear):  # type: ignore[misc]  # torch doe
 
     Args:
         in_features, out_features, bias, device, dtype: as ``torch.nn.Linear``.
-        recipe: a Recipe, the name of one, or a YAML file. Its rules choose what the layer runs.
+        recipe: a Recipe, the name of one, or a YAML file. Its rules choose what the layer runs. Its fields of
+            optimizer, gradients, activations and FP8 weights are the caller's to follow.
         seed: seed of the random draws.
         layer, name: number and name of the layer for rules (``layers.<layer>.<name>``), counted from 1. Both
             enter the key of its draws: give each layer of a model a different ``layer`` or ``name``.
@@ -274,6 +288,7 @@ def _check_place(recipe: Recipe, layer: Layer) -> None:
         UserError: ``num_layers`` is smaller than ``layer``, or missing with a rule that counts from the last layer; the
             recipe has phases.
     """
+    check_no_phases(recipe, "LowPrecLinear")
     if layer.num_layers is None and any(rule.counts_from_end for rule in recipe.all_rules):
         raise UserError(
             f"recipe {recipe.name} has a rule that counts layers from the last one: pass num_layers=..., the number of "
@@ -283,4 +298,3 @@ def _check_place(recipe: Recipe, layer: Layer) -> None:
         raise UserError(
             f"LowPrecLinear has layer={layer.number} of num_layers={layer.num_layers}; layers are numbered from 1"
         )
-    check_no_phases(recipe, "LowPrecLinear")

@@ -5,6 +5,7 @@ torch's own Muon orthogonalizes. It takes whole matrices; a ``Matrix`` says how 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from megatron_lowprec.errors import UserError
 
 _AT_ONCE = 2**24
 """Entries of matrices from which one call of torch's Muon makes the changes: each costs a tenth of a millisecond."""
+_OF_MATRIX, _OF_OTHER = ("momentum_buffer",), ("exp_avg", "exp_avg_sq")  # the state, beside "step"
 
 
 class Matrix:
@@ -61,32 +63,59 @@ class _Update(NamedTuple):
 def matrices_of_linears(model: nn.Module, others: Collection[nn.Parameter] = ()) -> list[Matrix]:
     """Trained weights of a model's linear layers, converted or not, but of those tied to an embedding.
 
-    ``Conv1D`` of transformers is a linear layer. A weight of several layers is one matrix.
+    ``Conv1D`` of transformers is a linear layer. A weight of several layers is one matrix. A weight that is
+    computed from others, as by ``weight_norm``, is none, with a warning.
 
     Args:
         others: weights that AdamW is to update, such as the output layer's.
 
     Raises:
-        UserError: there is no such weight, or one is a DTensor, of which ranks hold parts.
+        UserError: there is no such weight, or ranks hold parts of one, as under FSDP.
     """
-    left = {layer.weight for layer in model.modules() if isinstance(layer, nn.Embedding)} | set(others)
-    found: dict[torch.Tensor, Matrix] = {}
+    # not layer.weight, which a parametrization would compute
+    embeddings = {layer._parameters.get("weight") for layer in model.modules() if isinstance(layer, nn.Embedding)}
+    left, computed, found = embeddings | set(others), list[str](), dict[torch.Tensor, Matrix]()
     for name, layer in model.named_modules():
         kind = _kind_of(layer)
-        if kind is None or not layer.weight.requires_grad or layer.weight in left:
+        if kind is None:
             continue
-        if hasattr(layer.weight, "device_mesh"):
-            raise UserError(
-                f"{name}.weight is a DTensor, and Muon updates whole matrices: train with replicated weights "
-                "(DistributedDataParallel), or with AdamW"
-            )
-        found.setdefault(layer.weight, kind(layer.weight))
+        weight = layer._parameters.get("weight")
+        if weight is None:
+            if any(each.requires_grad for of, each in layer.named_parameters() if of != "bias"):
+                computed.append(name)
+        elif weight.requires_grad and weight not in left:
+            _check_whole(weight, f"{name}.weight")
+            found.setdefault(weight, kind(weight))
     if not found:
         raise UserError(
             "the model has no linear layer with a trained weight of its own, so AdamW would update all weights: "
             "use torch.optim.AdamW, or pass Muon a list of Matrix(weight)"
         )
+    if computed:
+        warnings.warn(
+            f"AdamW, not Muon, updates what weights of {len(computed)} linear layers are computed from, as by "
+            f"weight_norm; the first layer is {computed[0]!r}",
+            stacklevel=2,
+        )
     return list(found.values())
+
+
+def _check_whole(weight: torch.Tensor | None, name: str) -> None:
+    """Raise UserError for what is no weight of two dimensions that is whole on this rank."""
+    if weight is None:
+        return
+    if hasattr(weight, "device_mesh"):
+        found = "is a DTensor"
+    elif not weight.is_leaf:
+        found = "is computed from other weights"
+    elif weight.dim() != 2:
+        found = f"has shape {tuple(weight.shape)}"  # one dimension for FSDP's flat shards
+    else:
+        return
+    raise UserError(
+        f"{name} {found}, and Muon updates whole matrices: train with replicated weights (DistributedDataParallel, not "
+        "FSDP), or leave it to AdamW"
+    )
 
 
 def _kind_of(layer: nn.Module) -> type[Matrix] | None:
@@ -108,6 +137,10 @@ class Muon(torch.optim.Optimizer):
         lr: of AdamW, and with ``lr_ratio`` of Muon: schedules set this one.
         lr_ratio: Muon's learning rate over ``lr``.
         momentum, nesterov, ns_steps, adjust_lr_fn: as ``torch.optim.Muon``.
+
+    Raises:
+        UserError: a matrix is not whole.
+        ValueError: torch's AdamW or Muon refuses an option.
     """
 
     def __init__(
@@ -126,18 +159,27 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: str = "match_rms_adamw",
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+        nothing = [nn.Parameter(torch.zeros(1, 1))]
+        torch.optim.AdamW(nothing, lr, betas, eps, weight_decay)  # for its checks alone
+        for matrix in matrices:
+            # another kind joins parts, and a DTensor is computed with as a whole
+            if type(matrix) in (Matrix, _Transposed) and not hasattr(matrix.weight, "device_mesh"):
+                _check_whole(matrix.weight, "a matrix")
         self.matrices = {matrix.weight for matrix in matrices if matrix.weight is not None}
         self._matrices, self._lr_ratio, self._momentum, self._nesterov = matrices, lr_ratio, momentum, nesterov
         # its weights are set at each call: its step subtracts the orthogonalized gradient from zeros
         self._torch = torch.optim.Muon(
-            [nn.Parameter(torch.zeros(1, 1))],
+            nothing,
+            lr * lr_ratio,
             weight_decay=0.0,
-            momentum=0.0,
+            momentum=momentum,
             nesterov=False,
             ns_steps=ns_steps,
             adjust_lr_fn=adjust_lr_fn,
         )
+        self._torch.param_groups[0]["momentum"] = 0.0  # given for torch's checks
 
+    @torch.compiler.disable(reason="Dynamo drops updates of weights that a step makes and sets")
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all weights with gradients; collective where ranks hold parts of a matrix.
@@ -149,7 +191,7 @@ class Muon(torch.optim.Optimizer):
             What ``closure`` returned; None without one.
 
         Raises:
-            UserError: a matrix with a gradient is not among the weights.
+            UserError: a matrix with a gradient is not among the weights, or a gradient is sparse. Nothing has changed.
         """
         loss = None
         if closure is not None:
@@ -160,7 +202,14 @@ class Muon(torch.optim.Optimizer):
         if foreign is not None:
             raise UserError(
                 f"a matrix of shape {tuple(foreign.shape)} has a gradient and is not in Muon's params: pass params "
-                "that hold all matrices, such as model.parameters()"
+                "that hold all matrices, such as model.parameters(), and not by way of ZeroRedundancyOptimizer, which "
+                "gives each rank some of them"
+            )
+        sparse = next((p for p in groups if p.grad is not None and p.grad.layout != torch.strided), None)
+        if sparse is not None:
+            raise UserError(
+                f"a weight of shape {tuple(sparse.shape)} has a sparse gradient, which Muon and its AdamW do not take: "
+                "build the embedding without sparse=True, or give it an optimizer of its own such as SparseAdam"
             )
         for group in self.param_groups:
             # as TransformerEngine's optimizers count; Megatron-core saves it
@@ -172,7 +221,7 @@ class Muon(torch.optim.Optimizer):
             if weight is not None:
                 if weight.grad is None:
                     continue
-                (buffer,) = self._state(weight, ("momentum_buffer",))
+                (buffer,) = self._state(weight, _OF_MATRIX)
                 self.state[weight]["step"] += 1
                 buffer.lerp_(weight.grad, 1 - self._momentum)
                 update = weight.grad.lerp(buffer, self._momentum) if self._nesterov else buffer
@@ -190,30 +239,46 @@ class Muon(torch.optim.Optimizer):
         self._change(updates)
         return loss
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As any optimizer of torch.
+    def __getstate__(self) -> dict[str, Any]:
+        own = "matrices", "_matrices", "_lr_ratio", "_momentum", "_nesterov", "_torch"
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, and of ``load_state_dict``.
 
         A weight without updates takes its group's count, the only one that Megatron-core's distributed optimizer sets
         where TransformerEngine is installed.
+
+        Raises:
+            UserError: the state is that of other matrices. Nothing has changed.
         """
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            for weight in (weight for weight in group["params"] if weight in self.state):
-                count = float(self.state[weight].get("step", 0.0)) or float(group.get("step", 0))
-                self.state[weight]["step"] = torch.tensor(count, dtype=torch.float32, device=weight.device)
+        matrices = (self.__dict__ | state)["matrices"]
+        weights = [(p, group) for group in state["param_groups"] for p in group["params"] if state["state"].get(p)]
+        for weight, _ in weights:
+            found, needed = state["state"][weight], _OF_MATRIX if weight in matrices else _OF_OTHER
+            if not found.keys() >= set(needed):
+                raise UserError(
+                    f"the state to load has {', '.join(found)} of a weight of shape {tuple(weight.shape)}, and Muon "
+                    f"needs {', '.join(needed)}: load what a Muon with the same matrices saved"
+                )
+        super().__setstate__(state)
+        for weight, group in weights:
+            count = float(self.state[weight].get("step", 0.0)) or float(group.get("step", 0))
+            self.state[weight]["step"] = torch.tensor(count, dtype=torch.float32, device=weight.device)
 
     def _update_others(self, group: dict[str, Any]) -> None:
         weights = [p for p in group["params"] if p.grad is not None and p not in self.matrices]
-        averages = [self._state(weight, ("exp_avg", "exp_avg_sq")) for weight in weights]
-        (beta1, beta2), steps = group["betas"], [self.state[weight]["step"] for weight in weights]
+        own = [[weight, weight.grad, *self._state(weight, _OF_OTHER)] for weight in weights]
+        alike = [_alike(tensors) for tensors in own]
+        updated, grads, firsts, seconds = ([tensors[part] for tensors in alike] for part in range(4))
+        beta1, beta2 = group["betas"]
         adamw(
-            weights,
-            [weight.grad for weight in weights],
-            [first for first, _ in averages],
-            [second for _, second in averages],
+            updated,
+            grads,
+            firsts,
+            seconds,
             [],
-            steps,
+            [self.state[weight]["step"] for weight in weights],
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -223,6 +288,9 @@ class Muon(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+        for tensors, values in zip(own, alike, strict=True):
+            if values is not tensors:
+                torch._foreach_copy_(tensors, values)
 
     def _state(self, weight: torch.Tensor, names: tuple[str, ...]) -> list[torch.Tensor]:
         """Tensors of a weight's state, zeros before its first update."""
@@ -245,6 +313,11 @@ class Muon(torch.optim.Optimizer):
         for update, steps in zip(updates, made, strict=True):
             change = _joined([step.data for step in steps], update.matrix.split)
             update.weight.add_(update.matrix.part(change))
+
+
+def _alike(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Themselves, or all contiguous: AdamW's kernel on a CPU takes them for stored in one order, whatever it is."""
+    return tensors if len({each.stride() for each in tensors}) == 1 else [each.contiguous() for each in tensors]
 
 
 def _at_zero(update: torch.Tensor) -> nn.Parameter:

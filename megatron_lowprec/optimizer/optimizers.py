@@ -13,16 +13,18 @@ from megatron_lowprec.recipe.recipe import Recipe
 def _muon(groups: list[Any], defaults: Mapping[str, Any], matrices: list[Any], options: Mapping[str, Any]) -> Any:
     from megatron_lowprec.optimizer.muon import Muon
 
-    own = {name: options[name] for name in ("momentum", "nesterov", "adjust_lr_fn")}
-    ratio = 1.0 if options["lr"] is None else options["lr"] / defaults["lr"]
+    own = {{"num_ns_steps": "ns_steps"}.get(name, name): value for name, value in options.items()}
+    rate, _ = own.pop("lr", None), own.pop("no_split_qkv", None)  # the latter is of the matrices
+    ratio = 1.0 if rate is None else rate / defaults["lr"]
     adam = {name: defaults[name] for name in ("lr", "weight_decay", "betas", "eps")}
-    return Muon(groups, matrices, **adam, **own, ns_steps=options["num_ns_steps"], lr_ratio=ratio)
+    return Muon(groups, matrices, **adam, **own, lr_ratio=ratio)
 
 
 def _sgd(groups: list[Any], defaults: Mapping[str, Any], _: list[Any], options: Mapping[str, Any]) -> Any:
     from torch.optim import SGD
 
-    return SGD(groups, lr=defaults["lr"], weight_decay=defaults["weight_decay"], momentum=options["momentum"])
+    own = {"momentum": 0.9} | dict(options)
+    return SGD(groups, lr=defaults["lr"], weight_decay=defaults["weight_decay"], **own)
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class OptimizerRow:
         other_state: those of another weight.
         whole_matrices: an update needs whole matrices.
         build: from the groups of weights, AdamW's options, the matrices (``optimizer/muon.py``) and the values of own
-            options without prefix. None: Megatron-core's, which is TransformerEngine's or apex's where installed.
+            options without prefix, of which any may be left out. None: Megatron-core's, which is TransformerEngine's or
+            apex's where installed.
     """
 
     summary: str

@@ -8,6 +8,7 @@ A recipe file has a base and the fields that differ::
     wgrad: {hadamard: {block: 128}}
 """
 
+import copy
 import dataclasses
 import os
 import sys
@@ -40,8 +41,10 @@ def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
         UserError: unknown recipe or file, with the nearest names; as ``overridden``.
     """
     path = find(name_or_file, "" if name_or_file in recipes() else "configs/recipes")
-    recipe = _from_file(path) if is_path(str(path)) else _named_recipe(name_or_file)
-    return overridden(recipe, overrides)
+    if not is_path(str(path)):
+        return overridden(_named_recipe(name_or_file), overrides)
+    recipe, written = _from_file(path)
+    return overridden(recipe, overrides, written)
 
 
 def as_recipe(recipe: RecipeLike) -> Recipe:
@@ -58,11 +61,15 @@ def same_numerics(one: Recipe, other: Recipe) -> bool:
     return dataclasses.replace(one, name=other.name, summary=other.summary, source=other.source) == other
 
 
-def overridden(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+def overridden(recipe: Recipe, overrides: Sequence[str], written: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe with overrides such as ``dgrad.hadamard.block=128`` applied in order.
 
     A value is parsed as YAML (``null`` removes an operand, a transform or all of a GEMM). Overrides are appended to the
     recipe's name, so that no log shows a published name for a changed recipe; summary and source are marked likewise.
+
+    Args:
+        written: the recipe as a file writes it, where single fields of a rule's or phase's GEMM change the recipe's,
+            overridden or not. Without it their GEMMs are whole and stay.
 
     Raises:
         UserError: unknown field, with the nearest names; a value of the wrong type or not among its choices; one
@@ -73,6 +80,8 @@ def overridden(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     if isinstance(overrides, str):
         raise UserError(f"overrides are {overrides!r}, but must be a list such as [{overrides!r}]")
     data = recipe_to_dict(recipe)
+    if written is not None:
+        data = {**copy.deepcopy(written), "summary": recipe.summary, "source": recipe.source}
     given = set()
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -115,7 +124,8 @@ def _check_new_operands(recipe: Recipe, data: Mapping[str, Any]) -> None:
     """Reject overrides of single fields of an operand that the recipe does not quantize."""
     for gemm, operands in GEMM_OPERANDS.items():
         for operand in operands:
-            fields = data[gemm].get(operand) if isinstance(data[gemm], Mapping) else None
+            written = data.get(gemm)
+            fields = written.get(operand) if isinstance(written, Mapping) else None
             lacking = _lacking(fields) if isinstance(fields, Mapping) else set()
             if lacking and getattr(recipe.gemms[gemm], operand) is None:
                 path = f"{gemm}.{operand}"
@@ -178,7 +188,8 @@ def _named_recipe(text: str) -> Recipe:
     )
 
 
-def _from_file(path: Path) -> Recipe:
+def _from_file(path: Path) -> tuple[Recipe, Mapping[str, Any]]:
+    """The recipe of a file, and its fields as they are written, over the base's."""
     if path.is_dir():
         raise UserError(
             f"--recipe {path} is a folder: give a YAML file in it, or the name of a recipe; --list-recipes prints them"
@@ -191,16 +202,20 @@ def _from_file(path: Path) -> Recipe:
     if "num-layers" in data or "num_layers" in data:
         raise UserError(f"{path} is the configuration of a model: give it as --config, and as --recipe a recipe")
     base = data.pop("base", None)
-    if base is not None and not isinstance(base, str):
-        raise UserError(f"{path}: base is {base!r}, but must be the name of a recipe; --list-recipes prints them")
+    if base is not None and (not isinstance(base, str) or is_path(base)):
+        raise UserError(
+            f"{path}: base is {base!r}, but must be the name of a registered recipe, not a file; --list-recipes prints "
+            "them"
+        )
     try:
         for key in data:
             check_key(Recipe, key, "", more=("base",))
         if base is None:
-            return recipe_from_dict({"name": path.stem, "summary": f"from {path.name}", **data})
+            written = {"name": path.stem, "summary": f"from {path.name}", **data}
+            return recipe_from_dict(written), written
         origin = _named_recipe(base)
-        merged = recipe_to_dict(origin)
-        merge(Recipe, merged, {"name": path.stem, **data}, "")
-        return _marked_as_changed(recipe_from_dict(merged), origin, data)
+        written = recipe_to_dict(origin)
+        merge(Recipe, written, {"name": path.stem, **data}, "")
+        return _marked_as_changed(recipe_from_dict(written), origin, data), written
     except UserError as error:
         raise UserError(f"{path}: {error}") from None

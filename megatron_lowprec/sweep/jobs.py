@@ -30,7 +30,7 @@ from megatron_lowprec.sweep.spec import (
 )
 from megatron_lowprec.training.config.arguments import KINDS, flag, parse, rivals_of
 from megatron_lowprec.training.config.options import Config, options_in
-from megatron_lowprec.training.config.paths import free_names
+from megatron_lowprec.training.config.paths import create_folder, free_names
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
 from megatron_lowprec.training.data.blend import all_paths
 from megatron_lowprec.training.models.sizes import linear_sites, tensor_ranks
@@ -212,7 +212,7 @@ def write_manifest(out: Path, sweep: Sweep, jobs: Sequence[Job]) -> None:
     """Write ``sweep.json``, which describes the job folders to other tools; ``run`` is relative to it."""
     names = ("id", "label", "recipe", "model", "variant", "seed")
     rows = [{**{name: getattr(job, name) for name in names}, "run": job.id} for job in jobs]
-    out.mkdir(parents=True, exist_ok=True)
+    create_folder(out, "--out")
     content = {"name": sweep.name, "size": sweep.size, "cells": rows}
     atomic_write(out / MANIFEST, json.dumps(content, indent=1) + "\n")
 

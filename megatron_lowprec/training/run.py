@@ -224,7 +224,7 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
     from megatron_lowprec.mcore.runtime import RecipeRuntime
     from megatron_lowprec.training import loop, model
     from megatron_lowprec.training.checkpoint import checkpoint
-    from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
+    from megatron_lowprec.training.checkpoint.writer import CheckpointWriter, origin_of
     from megatron_lowprec.training.data import batches
     from megatron_lowprec.training.distributed.rank_sync import on_any_rank, run_on_all_ranks, same_on_all_ranks
     from megatron_lowprec.training.monitoring.log import RunLog
@@ -289,7 +289,7 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
         # From here on there is training state to save.
         signals.defer()
         stops = StopReasons(config, config.distributed_timeout_minutes, signals, ranks.started)
-        writer = CheckpointWriter(config, content, log.say)
+        writer = CheckpointWriter(config, content, log.say, origin_of(plan.found, config))
         if trainer.graphs is not None:
             trainer.graphs.say = log.say
         run = loop.Run(

@@ -98,7 +98,7 @@ def plan_run(
         if not config.finetune:
             config, more = saved_state.continued(found, config, given)
             later_notes += more
-            config, more = continued_phase(config, found.content["options"], given)
+            config, more = continued_phase(config, found.content["options"], given, found.progress["consumed_samples"])
             later_notes += more
             past["earlier_recipes"] = changes.earlier_recipes(found, recipe)
             # Earlier iterations may have had another batch size.

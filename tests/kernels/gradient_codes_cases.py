@@ -80,6 +80,26 @@ def buffers(device: str) -> Iterator[str]:
                 yield f"{name}: sum over {ranks} ranks of {bounds}, {rounds=}"
 
 
+def every_code(device: str) -> Iterator[str]:
+    """Sums and requantized codes of all 256, of NaN and Inf as well, that differ, a line each."""
+    from megatron_lowprec.kernels.gradient_codes import triton
+
+    codes = torch.arange(256).to(torch.uint8)
+    received, bounds, one = torch.stack([codes, codes.roll(1)]), [(0, 256)], torch.ones(1)
+    for name in ("e4m3", "e5m2"):
+        fmt, found, wanted = FORMATS[name], codes.to(device, copy=True), codes.clone()
+        triton.requantize_(found, bounds, one.to(device), fmt)
+        reference.requantize_(wanted, bounds, one, fmt)
+        if differs(found, wanted):
+            yield f"{name}: requantized codes"
+        for ranks, rounds in ((1, False), (2, True)):
+            total, sums = torch.zeros(256, device=device), torch.zeros(256)
+            triton.sum_codes_(received[:ranks].to(device), bounds, one.to(device), fmt, rounds, total)
+            reference.sum_codes_(received[:ranks], bounds, one, fmt, rounds, sums)
+            if not torch.allclose(total.cpu(), sums, rtol=0.0, atol=0.0, equal_nan=True):
+                yield f"{name}: sum over {ranks} ranks of all codes"
+
+
 def far_apart(device: str) -> Iterator[str]:
     """A sum over ranks whose codes lie more than 2^31 bytes apart."""
     from megatron_lowprec.kernels.gradient_codes import triton
@@ -96,5 +116,5 @@ def far_apart(device: str) -> Iterator[str]:
 def differences(device: str) -> tuple[int, list[str]]:
     """(cases, faults)"""
     small = 2 * (len(SIZES) - 1) * len(LARGEST) * len(MU)
-    found = [*scales(device), *casts(device), *buffers(device), *far_apart(device)]
-    return 2 * len(MU) + small + 2 + 2 * 2 * len(BOUNDS) * 4 + 1, found
+    found = [*scales(device), *casts(device), *buffers(device), *every_code(device), *far_apart(device)]
+    return 2 * len(MU) + small + 2 + 2 * 2 * len(BOUNDS) * 4 + 2 * 3 + 1, found

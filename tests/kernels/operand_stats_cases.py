@@ -63,6 +63,7 @@ CASES = (
     Case(70, 96, "e4m3", (1, 1 << 20), "fp32", "values", magnitude=1e30),
     Case(70, 96, "e5m2", WHOLE, "fp32", "fp8"),
     Case(70, 96, "e4m3", MX, special=torch.nan),
+    Case(70, 96, "e2m1", MX, special=torch.nan),  # whose codes are 0
     Case(70, 96, "e5m2", WHOLE, "fp32", "fp8", special=torch.inf),
     Case(33, 64, "e2m1", (16, 16), "fp32", "values", transform=16),
     Case(20, 64, "e2m1", (1, 16), "fp32", "values", zero_scale=True),

@@ -9,7 +9,7 @@ import torch
 
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.kernels.scaled_adam import reference
-from megatron_lowprec.kernels.scaled_adam.reference import FORMAT_OF, Hyperparameters, Slot, Stream, encode_scale
+from megatron_lowprec.kernels.scaled_adam.reference import FORMAT_OF, STATE, Hyperparameters, Slot, Stream, encode_scale
 
 # All of whole words, or else none is read so: of one entry, of a block and one more.
 SIZES = ((16, 1024, 5008), (1, 37, 1025))
@@ -19,6 +19,7 @@ STATES = (
     (torch.float32, torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16, torch.float32),
 )
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 WEIGHTS = (torch.float32, torch.bfloat16)
 # Nearest; whole tensors; parts of a tensor that ranks cut along both dimensions, from within a group of draws on.
 STREAMS = (
@@ -119,7 +120,35 @@ def faults(device: str) -> Iterator[str]:
                 yield f"{name}: {'' if changed else 'not '}changed by factor {value}"
 
 
+def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether values are equal; NaN has many bits."""
+    return torch.allclose(found.cpu().float(), wanted.float(), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def code_faults(device: str) -> Iterator[str]:
+    """Tensors that differ after a step from all 256 codes, also NaN and Inf, in a part of the state, a line each."""
+    from megatron_lowprec.kernels.scaled_adam import triton
+
+    codes = torch.arange(256).to(torch.uint8)
+    for dtype in CODES:
+        for part in range(3):
+            state = [codes if number == part else torch.zeros_like(codes) for number in range(3)]
+            parts = [torch.zeros(256), torch.zeros(256), *(each.view(dtype) for each in state), torch.ones(3)]
+            mine, theirs = (Slot(*(each.to(where, copy=True) for each in parts)) for where in (device, "cpu"))
+            step = Hyperparameters(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
+            amax, wanted = triton.update_amax([mine], step), reference.update_amax([theirs], step)
+            if not _same(amax, wanted):
+                yield f"{dtype}: amax from all codes of {STATE[part]}"
+            scales = torch.stack([encode_scale(each, dtype) for each in wanted.unbind(1)], 1)
+            triton.update_([mine], step, scales.to(device))
+            reference.update_([theirs], step, scales)
+            for name, a, b in zip(TENSORS, mine, theirs):
+                if not _same(a, b):
+                    yield f"{dtype}: {name} from all codes of {STATE[part]}"
+
+
 def differences(device: str) -> tuple[int, list[str]]:
     """(comparisons, faults)"""
     compared = sum(1 + scaled + len(case[0]) * len(TENSORS) for case, scaled in RUNS)
-    return len(FACTORS) * compared, list(faults(device))
+    of_codes = len(CODES) * 3 * (1 + len(TENSORS))
+    return len(FACTORS) * compared + of_codes, [*faults(device), *code_faults(device)]

@@ -12,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
+from megatron_lowprec import UserError
 from tests.linear.expert_models import BOTH, EXPERTS, HIDDEN, build, experts_of, only_experts, train
 from tests.weekly import also_weekly
 
@@ -79,3 +80,12 @@ def test_compiled_experts_leave_tokens_of_no_expert_out() -> None:
         found.append([y.detach(), x.grad, *(each.grad for each in module.parameters(recurse=False))])
     assert all(map(torch.equal, *found))
     assert found[0][1][2].count_nonzero() == 0
+
+
+def test_compiled_experts_refuse_other_features() -> None:
+    """As in eager mode: grouped kernels would take each operand's width as given."""
+    torch._dynamo.reset()
+    module = experts_of(only_experts(build()))
+    module.compile(backend="aot_eager")
+    with pytest.raises(UserError, match=f"a weight of {HIDDEN} input features got an input of shape"):
+        module(torch.zeros(4, HIDDEN // 2), torch.zeros(4, 1).long(), torch.ones(4, 1))

@@ -50,6 +50,8 @@ def test_last_layers_need_the_number_of_layers() -> None:
         match=r"bf16_ends has a rule that counts layers from the last one: pass num_layers=\.\.\.",
     ):
         LowPrecLinear(64, 64, recipe="fp8_current_bf16_ends")
+    with pytest.raises(UserError, match="nvfp4_bf16_tail has phases"):  # whatever the number of layers
+        LowPrecLinear(64, 64, recipe="nvfp4_bf16_tail")
     with pytest.raises(UserError, match="layer=5 of num_layers=4"):
         LowPrecLinear(64, 64, recipe="fp8_current", layer=5, num_layers=4)
     first = replace(get_recipe("fp8_current"), keep_bf16=KeepBf16(first_layers=1))

@@ -128,19 +128,28 @@ def test_four_over_six_has_the_lower_error_of_both_in_each_block(
     assert 0.02 < float((best < six).float().mean()) < 0.98
 
 
-def test_candidates_take_their_own_of_two_draws_along_any_axis(generator: torch.Generator) -> None:
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_candidates_take_their_own_of_two_draws_along_any_axis(rounding: Any, generator: torch.Generator) -> None:
+    """For elements, and for scales that are drawn."""
     x, draws = torch.randn(32, 48, generator=generator), torch.rand(2, 32, 48, generator=generator)
-    row = replace(NVFP4, scale=ScaleSpec("1x16", "e4m3", "base"), tensor_scale=TensorScaleSpec(1536.0))
+    scale = ScaleSpec("1x16", "e4m3", "base", rounding=rounding)
+    row = replace(NVFP4, scale=scale, tensor_scale=TensorScaleSpec(1536.0))
     spec = drawn(row, four_over_six="mse")
     q = quantize(x, spec, random=draws)
     turned = quantize(x.t().contiguous(), spec, axis=0, random=draws.transpose(1, 2).contiguous())
     assert torch.equal(turned.dequantize(), q.dequantize().t())
     first, second = (
-        quantize(x, drawn(row, block_target=largest), random=own).elements
+        quantize(x, drawn(row, block_target=largest), random=own).dequantize()
         for largest, own in ((6.0, draws[0]), (4.0, draws[1]))
     )
-    blocks = [each.unflatten(1, (-1, 16)) for each in (q.elements, first, second)]
+    blocks = [each.unflatten(1, (-1, 16)) for each in (q.dequantize(), first, second)]
     of_first, of_second = ((blocks[0] == other).all(2) for other in blocks[1:])
     assert (of_first | of_second).all()
     assert (of_first & ~of_second).any()
     assert (of_second & ~of_first).any()
+
+
+def test_a_corrected_scale_takes_the_first_of_two_draws(generator: torch.Generator) -> None:
+    x, draws = torch.randn(4, 128, generator=generator), torch.rand(2, 4, 128, generator=generator)
+    two, first = (quantize(x, drawn(EDEN), random=random, group=128) for random in (draws, draws[0]))
+    assert torch.equal(two.dequantize(), first.dequantize())

@@ -279,6 +279,7 @@ def test_file_without_a_base(tmp_path: Path) -> None:
         ("", "holds nothing, but a recipe file is a mapping such as 'base: mxfp4_rht_sr'"),
         ("- base\n", "holds a list, but a recipe file is a mapping"),
         ("base: [\n", "mine.yaml is no valid YAML"),
+        ("base: ./other.yaml\n", "must be the name of a registered recipe, not a file"),
         ("base: mxpf4\n", "there is no recipe 'mxpf4': did you mean mxfp4"),
         ("base: mxfp4\nfprob: {}\n", "mine.yaml: the recipe has no field 'fprob': did you mean fprop"),
         ("bse: mxfp4\n", "mine.yaml: the recipe has no field 'bse': did you mean base"),

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from megatron_lowprec import GemmSpec, HadamardSpec, KeepBf16, UserError, get_re
 from megatron_lowprec.recipe.coverage import LinearSite, check_sizes
 from megatron_lowprec.recipe.explain import describe_phases, explain, phase_starts
 from megatron_lowprec.recipe.layer_match import Layer, LayerMatch, Progress
-from megatron_lowprec.recipe.parsing import recipe_from_dict, recipe_to_dict
+from megatron_lowprec.recipe.parsing import recipe_from_dict, recipe_to_dict, same_numerics
 from megatron_lowprec.recipe.recipe import BF16, Phase, Recipe, Rule
 from tests.refusal import refused
 
@@ -183,6 +184,20 @@ def test_fields_of_a_gemm_change_the_recipe_s() -> None:
     assert recipe.phases[0].rules[0].gemms == {"dgrad": replace(plain, weight=None)}  # of the phase
     assert recipe_from_dict(recipe_to_dict(recipe)) == recipe
     assert load_recipe("mxfp8", ["rules=[{first: 1, gemms: null}]"]).rules == (Rule.of(BF16, first=1),)
+
+
+def test_an_override_reaches_fields_that_a_file_s_rule_does_not_set(tmp_path: Path) -> None:
+    changed, written = tmp_path / "changed.yaml", tmp_path / "written.yaml"
+    rules = "rules: [{first: 1, dgrad: {hadamard: {block: 128}}}, {last: 1, dgrad: mxfp4_rht_sr}]\n"
+    changed.write_text(f"base: mxfp4_rht_sr\n{rules}")
+    written.write_text(f"base: mxfp4_rht_sr\ndgrad: {{grad_output: {{rounding: nearest_even}}}}\n{rules}")
+    recipe = load_recipe(str(changed), ["dgrad.grad_output.rounding=nearest_even"])
+    assert same_numerics(recipe, load_recipe(str(written)))
+    found = [recipe.at(Layer(layer, "mlp.linear_fc1", 3)).dgrad.grad_output for layer in (1, 2, 3)]
+    assert [each and each.rounding for each in found] == ["nearest_even", "nearest_even", "stochastic"]
+    assert load_recipe(str(changed), ["dgrad=mxfp8"]).rules[0].dgrad == replace(
+        get_recipe("mxfp8").dgrad, hadamard=HadamardSpec(128)
+    )
 
 
 def test_rules_and_phases_that_are_null_are_none() -> None:

@@ -120,6 +120,9 @@ def test_fields_that_differ() -> None:
     operands = [f"{gemm}.{tensor}" for gemm, tensors in GEMM_OPERANDS.items() for tensor in tensors]
     assert {row["field"] for row in table.rows} == {f"{each}.scale.rule" for each in operands}
     assert {(row["first"], row["second"]) for row in table.rows} == {("round_up", "floor")}
+    ruled = {row["field"]: row for row in recipe_diff.field_table(get_recipe("mxfp8"), get_recipe("nvfp4")).rows}
+    assert ruled["rules"]["first"] == "none"
+    assert "last_fraction" in ruled["rules"]["second"]
     rows = {row["field"]: row for row in recipe_diff.field_table(get_recipe("bf16"), get_recipe("mxfp4_rht_sr")).rows}
     assert rows.keys() == {f"{each}" for each in operands if "fprop" not in each} | {"dgrad.hadamard", "wgrad.hadamard"}
     assert rows["dgrad.hadamard"] == {

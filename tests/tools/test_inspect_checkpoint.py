@@ -9,6 +9,7 @@ import pytest
 
 from megatron_lowprec.commands import inspect_checkpoint
 from megatron_lowprec.training.checkpoint import loader
+from tests.training.checkpoint import foreign
 from tests.training.conftest import checkpoints  # noqa: F401 - a fixture
 
 
@@ -72,7 +73,20 @@ def test_a_damaged_checkpoint_is_reported(out: Path, capsys: pytest.CaptureFixtu
     shard = out / "iter_0000004" / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1])
     assert inspect_checkpoint.main([str(out)]) == 1
-    assert "__0_0.distcp is cut short" in lines(capsys)["damaged"][0]
+    told = lines(capsys)
+    assert told["damaged"][0].startswith(f"{out / 'iter_0000004'}: __0_0.distcp is cut short")
+    assert told["there are"] == ["4 (latest, damaged), 2"]
+
+
+def test_other_checkpoints_that_cannot_be_loaded_are_marked(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for iteration in (1, 3):
+        shutil.copytree(out / "iter_0000002", out / f"iter_000000{iteration}")
+    with (out / "iter_0000002" / "config.yaml").open("a") as file:
+        file.write("\n")
+    (out / "iter_0000001" / ".metadata").unlink()
+    foreign.common(out / "iter_0000003")
+    assert inspect_checkpoint.main([str(out)]) == 0
+    assert lines(capsys)["there are"] == ["4 (latest), 3 (refused), 2 (damaged), 1 (damaged)"]
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "config.yaml", "metadata.json"])

@@ -10,6 +10,7 @@ import hashlib
 import json
 import lzma
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,23 @@ def test_titles_beyond_the_last_whole_shard_do_not_count(tmp_path: Path, monkeyp
     assert len(list(Path("part").iterdir())) == 3 * 5 + 1
 
 
+def test_the_work_of_another_process_is_not_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source, admitted = jsonl_files(tmp_path), shards.lock
+
+    def waited_for(path: str) -> AbstractContextManager[None]:
+        monkeypatch.setattr(shards, "lock", admitted)
+        assert prepared(source, "out/en") == 0  # by the process before
+        monkeypatch.setattr(shards, "write_batches", None)
+        return admitted(path)
+
+    monkeypatch.setattr(shards, "lock", waited_for)
+    assert prepared(source, "out/en") == 0
+    assert "is there already" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_workers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -330,7 +348,7 @@ def test_the_shipped_text_is_of_the_listed_corpus(tmp_path: Path) -> None:
 
 def test_another_file_than_the_list_s_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     list_of, damaged, other = (tmp_path / name for name in ("list.sha256", "a.jsonl", "b.jsonl"))
-    list_of.write_text(f"{hashlib.sha256(b'whole').hexdigest()}  a.jsonl\n")
+    list_of.write_text(f"{hashlib.sha256(b'whole').hexdigest()} *a.jsonl\n")  # as sha256sum -b writes it
     damaged.write_text("damaged")
     other.write_text("")
     arguments = ["--output-prefix", str(tmp_path / "out"), *BPE, "--checksums", str(list_of)]
@@ -341,4 +359,14 @@ def test_another_file_than_the_list_s_is_refused(tmp_path: Path, capsys: pytest.
     ):
         assert prepare_wikipedia.main([*arguments, *(["--input", *map(str, inputs)] if inputs else [])]) == 2
         assert words in capsys.readouterr().err
+    for content in (b"\xff", None):
+        list_of.write_bytes(content) if content else list_of.unlink()
+        assert prepare_wikipedia.main([*arguments, "--input", str(damaged)]) == 2
+        assert f"--checksums {list_of}: not a list" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_tokenizer_that_the_type_does_not_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--output-prefix", str(tmp_path / "out"), "--input", "a.jsonl", "--tokenizer-model", "m"]
+    assert prepare_wikipedia.main(arguments) == 2
+    assert "--tokenizer-model is not read by --tokenizer-type GPT2BPETokenizer" in capsys.readouterr().err

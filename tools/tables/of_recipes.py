@@ -246,7 +246,7 @@ def _options(page: Path, group: str) -> Iterator[Row]:
         assert option.part is not None
         resume = "refused without --no-load-optim" if option.optimizer_state else option.part.value
         if not option.hidden:
-            yield f"`{flag(name)}`", shown, "; ".join([option.help, *option.bounds]), resume
+            yield f"`{flag(name)}`", shown, option.meaning, resume
 
 
 def _text(found: Answer) -> str:

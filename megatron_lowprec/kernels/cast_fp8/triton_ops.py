@@ -208,20 +208,25 @@ def to_fp8(v, CODES: tl.constexpr):
 
 @triton.jit
 def from_fp8(codes, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr):
-    """uint8 codes -> fp32, exact. Exponent and mantissa, shifted to fp32's fields, give a number up to a power of two.
+    """uint8 codes -> fp32, exact, NaN and Inf included.
 
-    Codes of NaN and Inf give finite numbers.
+    Exponent and mantissa, shifted to fp32's fields, give a number up to a power of two.
     """
     code = codes.to(tl.int32)
     POWER: tl.constexpr = 2.0 ** (126 + MIN_EXPONENT)
-    magnitude = ((code & 0x7F) << (23 - MANTISSA)).to(tl.float32, bitcast=True) * POWER
+    bits = code & 0x7F
+    magnitude = (bits << (23 - MANTISSA)).to(tl.float32, bitcast=True) * POWER
+    LARGEST: tl.constexpr = 0x7E if MANTISSA == 3 else 0x7B  # E5M2 has Inf above
+    magnitude = tl.where(bits > LARGEST, float("nan"), magnitude)
+    if MANTISSA == 2:
+        magnitude = tl.where(bits == 0x7C, float("inf"), magnitude)
     sign = (code & 0x80) << 24  # Triton negates by a subtraction from 0, which loses the sign of 0
     return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def round_to_fp8(v, CODES: tl.constexpr):
-    """fp32 rounded to the format, saturating, as fp32; not for NaN, which stays NaN only natively.
+    """fp32 rounded to the format, saturating, as fp32.
 
     Natively the codes are not integers in between: of bytes extracted from a code that was just converted, ptxas 12.8
     and 12.9 (Triton 3.6 has 12.8) read some from the register before they write it.

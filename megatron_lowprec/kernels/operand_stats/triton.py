@@ -206,7 +206,7 @@ def _operand_stats_kernel(
         energy += tl.sum(small_x * small_x, 2, keep_dims=True).to(tl.float64) * grow
         error += tl.sum(difference * difference, 2, keep_dims=True).to(tl.float64) * grow
         product += tl.sum(small_q * small_x, 2, keep_dims=True).to(tl.float64) * grow
-        counts = is_nonzero.to(tl.int32) + tl.where(is_nonzero & (grid == 0.0), 1 << 8, 0)
+        counts = is_nonzero.to(tl.int32) + tl.where(is_nonzero & (q == 0.0), 1 << 8, 0)
         if S.SCALES:
             reach = _over_cells(scale * S.REACH, ROWS, COLUMNS)
             counts += tl.where((magnitude > reach) & (reach > 0.0), 1 << 16, 0)

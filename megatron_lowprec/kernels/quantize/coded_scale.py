@@ -164,7 +164,8 @@ def quantize_coded(
         x: fp32 [R, K].
         of_tensor: scale above the blocks, for all or for each of them.
         round_scaled: entries times their encode scale, and the candidate's number (1 at four, else 0) -> elements.
-        scale_rounding, scale_uniform: of the scales; with a correction, of the corrected ones.
+        scale_rounding, scale_uniform: of the scales, with draws as ``of_candidate``; with a correction, of the
+            corrected ones, which take the first draws.
 
     Returns:
         fp32 [R, K] on the grid of ``fmt``, and fp32 values [ceil(R / rows), ceil(K / columns)] of scales.
@@ -173,10 +174,8 @@ def quantize_coded(
     first_rounding = "nearest_even" if options.group else scale_rounding
 
     def candidate(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        factor = AT_FOUR if number else 1.0
-        value, encoder = coded_scale(
-            amax, fmt, scale_fmt, rule, of_tensor, first_rounding, scale_uniform, options, factor
-        )
+        factor, draws = AT_FOUR if number else 1.0, of_candidate(scale_uniform, number)
+        value, encoder = coded_scale(amax, fmt, scale_fmt, rule, of_tensor, first_rounding, draws, options, factor)
         scaled = scale_blocks(x, encoder, block)
         return value, scaled, round_scaled(scaled, number)
 
@@ -195,8 +194,13 @@ def quantize_coded(
         scaled, elements = (torch.where(entries, new, old) for new, old in zip(other[1:], (scaled, elements)))
     if options.group:
         corrected = value * eden_correction(scaled, elements, block, options.group)
-        value = round_to_format(corrected, scale_fmt, scale_rounding, scale_uniform)
+        value = round_to_format(corrected, scale_fmt, scale_rounding, of_candidate(scale_uniform, 0))
     return elements, value
+
+
+def of_candidate(draws: torch.Tensor | None, number: int) -> torch.Tensor | None:
+    """Draws [rows, columns] of the candidate at six, number 0, or at four, 1; both share those without [2, ...]."""
+    return draws[number] if draws is not None and draws.dim() > 2 else draws
 
 
 def block_error(

@@ -16,7 +16,7 @@ from megatron_lowprec.kernels.chunks import row_chunks
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.quantize.blocks import block_amax as block_amax
 from megatron_lowprec.kernels.quantize.blocks import scale_blocks as scale_blocks
-from megatron_lowprec.kernels.quantize.coded_scale import PLAIN, CodedOptions, quantize_coded
+from megatron_lowprec.kernels.quantize.coded_scale import PLAIN, CodedOptions, of_candidate, quantize_coded
 from megatron_lowprec.kernels.quantize.coded_scale import TensorScale as TensorScale
 from megatron_lowprec.kernels.quantize.coded_scale import coded_scale as coded_scale
 from megatron_lowprec.kernels.quantize.coded_scale import tensor_scale as tensor_scale
@@ -33,7 +33,7 @@ _NAN = 0x7FC00000
 _FP32_MAX = torch.finfo(torch.float32).max
 
 Uniform = Callable[[slice], torch.Tensor]
-"""Row slice of the operand -> fp32 draws u of stochastic rounding, [rows, K], in [0, 1)."""
+"""Row slice of the operand -> fp32 draws u of stochastic rounding, [rows, K] or [2, rows, K], in [0, 1)."""
 
 
 # ---- scales
@@ -156,12 +156,11 @@ def quantize_operand(
 
         def round_scaled(scaled: torch.Tensor, candidate: int = 0, draws: torch.Tensor | None = draws) -> torch.Tensor:
             scaled = scaled * headroom if headroom != 1.0 else scaled
-            own = draws[candidate] if draws is not None and draws.dim() > 2 else draws
-            return round_to_format(scaled, fmt, rounding, own)
+            return round_to_format(scaled, fmt, rounding, of_candidate(draws, candidate))
 
         if encode_scale is None and scale_format in CODED_SCALE_FORMATS:
             above = None if of_tensor is None else _above(of_tensor, chunk, block, outer_block, x.shape[1])
-            for_scales = None if scale_uniform is None else scale_uniform(chunk)[:: block[0], :: block[1]]
+            for_scales = None if scale_uniform is None else scale_uniform(chunk)[..., :: block[0], :: block[1]]
             scale_fmt = FORMATS[scale_format]
             rounded, decoder = quantize_coded(
                 part, fmt, scale_fmt, block, scale_rule, above, options, round_scaled, scale_rounding, for_scales

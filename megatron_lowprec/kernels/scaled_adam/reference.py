@@ -182,6 +182,8 @@ def random_bits(fmt: Format) -> int:
 
 def _rounded(scaled: torch.Tensor, dtype: torch.dtype, stream: Stream | None, step: int, part: int) -> torch.Tensor:
     """fp32 on the grid of ``dtype`` if ``stream`` is given, else ``scaled``, which the caller's cast rounds."""
+    if stream is None and dtype in DTYPES.values():  # torch's cast to E5M2 does not saturate
+        return scaled.clamp(-FORMAT_OF[dtype].max, FORMAT_OF[dtype].max)
     if stream is None or dtype == torch.float32:
         return scaled
     bits = stream.draw(scaled.numel(), step, part, scaled.device).view(scaled.shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 
 from megatron_lowprec.errors import UserError
@@ -95,8 +94,12 @@ def _case(row: Row) -> tuple[str, str, str]:
 
 
 def _whole(recipe: Recipe, name: str) -> str:
-    """What a name stands for that the other recipe lacks: an operand or a transform."""
-    found = reduce(getattr, name.split("."), recipe)
+    """What a name stands for that the other recipe lacks, an operand or a transform; or no rules and no phases."""
+    found: Any = recipe
+    for field in name.split("."):
+        found = getattr(found, field)
+    if found == ():
+        return "none"
     if isinstance(found, QuantSpec):
         return describe_operand(found)
     return ", ".join(f"{key} {value}" for key, value in vars(found).items())

@@ -80,4 +80,6 @@ def _expression(size: Any) -> Any:
 
 
 def _hint(size: Any) -> int:
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+    if not isinstance(size, torch.SymInt):
+        return size
+    return size.node.hint or 1  # None where only data decide

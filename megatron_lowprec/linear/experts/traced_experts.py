@@ -41,6 +41,9 @@ def traced_experts(layer: ExpertLinear, x: Tensor, weight: Tensor, counts: Tenso
         layer: of ``weight``.
         weight: [experts, O, I].
         counts: int64 [experts], on the CPU.
+
+    Raises:
+        UserError: dtypes or features differ.
     """
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
@@ -48,6 +51,8 @@ def traced_experts(layer: ExpertLinear, x: Tensor, weight: Tensor, counts: Tenso
         x, weight = x.to(dtype), weight.to(dtype)
     if x.dtype != weight.dtype:
         layer.check_dtypes(x, weight.dtype)
+    if x.shape[-1] != weight.shape[-1]:
+        layer.refuse_features(x, weight.shape[-1])
     grad = torch.is_grad_enabled()
     y: Tensor = _traced(x, weight, counts, layer.recipe_key, layer.identity, grad, layer.training and grad)
     return y

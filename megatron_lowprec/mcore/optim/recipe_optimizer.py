@@ -65,7 +65,7 @@ def build_optimizer(
         seed: base of the random streams of stochastic rounding.
         build: Megatron-core's builder, called with ``options`` and ``chunks``.
         inner: row of ``OPTIMIZERS`` that replaces the AdamW inside what ``build`` returns.
-        inner_options: what the row's ``build`` takes.
+        inner_options: what the row's ``build`` takes; without one, its default.
 
     Raises:
         UserError: the recipe has a state that ``inner`` has not; or it changes training, and the chunks or ``options``
@@ -116,7 +116,7 @@ def _replace_inner(
     for part in optimizer.chained_optimizers:
         if row.build is None or part.is_stub_optimizer:
             continue
-        matrices = matrices_of(part, chunks, not options["no_split_qkv"]) if row.whole_matrices else []
+        matrices = matrices_of(part, chunks, not options.get("no_split_qkv")) if row.whole_matrices else []
         groups = part.optimizer.param_groups
         built = row.build([{**group, "params": []} for group in groups], part.optimizer.defaults, matrices, options)
         for group, own in zip(groups, built.param_groups, strict=True):

@@ -138,8 +138,8 @@ def find_checkpoint(config: CheckpointOptions) -> tuple[Saved | None, list[str]]
     another folder's checkpoint requires the newest.
 
     Raises:
-        UserError: no checkpoint in --load's folder, unless it is --save's (where the first run has none); no intact
-            one; a disallowed pickle.
+        UserError: no checkpoint in --load's folder, unless it is --save's (where the first run has none) without
+            --finetune; no intact one; a disallowed pickle.
     """
     if config.load is None:
         return None, []
@@ -149,7 +149,7 @@ def find_checkpoint(config: CheckpointOptions) -> tuple[Saved | None, list[str]]
     own = same_folder(config.load, config.save)
     candidates, notes = _candidates(config.load), list[str]()
     if storage.tracked(config.load) is None:
-        if not own:
+        if not own or (config.finetune and not candidates):
             option = "--pretrained-checkpoint" if config.load == config.pretrained_checkpoint else "--load"
             raise UserError(f"{option} {_without_tracker(config.load)}")
         if not candidates:
@@ -190,14 +190,14 @@ def _without_tracker(load: str) -> str:
     return f"{load}: {storage.TRACKER} holds no iteration; write the number of one of the iter_ folders into it"
 
 
-def read(folder: Path) -> Saved:
-    """The checkpoint in an ``iter_…`` folder whose files are in order and have the bytes that were saved.
+def read(folder: Path, sizes_only: bool = False) -> Saved:
+    """The checkpoint in an ``iter_…`` folder whose files are in order and have the bytes, or sizes, that were saved.
 
     Raises as ``safe_load.examine`` and ``safe_load.check_bytes``.
     """
     saved = _read_config(folder)
     safe_load.examine(folder)
-    safe_load.check_bytes(folder)
+    safe_load.check_bytes(folder, sizes_only)
     return saved
 
 

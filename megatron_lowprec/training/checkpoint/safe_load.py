@@ -336,9 +336,9 @@ def unpickle(path: Path, stream: BinaryIO, trust: bool = False) -> Any:
         raise _finding(path, path.name, error) from None
 
 
-def check_bytes(folder: Path) -> None:
-    """Compare the files with their checksums, if the checkpoint has any; Damaged if one differs."""
-    found = checksums.fault(folder)
+def check_bytes(folder: Path, sizes_only: bool = False) -> None:
+    """Compare the files, or their sizes, with their checksums, if the checkpoint has any; Damaged if one differs."""
+    found = checksums.fault(folder, sizes_only)
     if found is not None:
         raise Damaged(found)
 

@@ -2,6 +2,7 @@
 
 SAVE/iter_0000010/                      a complete checkpoint, renamed after all of it was written
 SAVE/iter_0000020.partial.5a0c31d2/     one being written, or left over from a killed process
+SAVE/iter_0000030.1/                    one that is not of the run's past (``writer.py``)
 SAVE/latest_checkpointed_iteration.txt  the iteration to resume from
 SAVE/run.lock                           names the process that writes to the folder (``save_lock.py``)
 """
@@ -89,10 +90,17 @@ def stage(folder: str, iteration: int) -> Path:
     return partial
 
 
-def publish(partial: Path, folder: str, iteration: int) -> Path:
+def track(folder: str, iteration: int) -> None:
+    """Point the tracker to a checkpoint, atomically."""
+    atomic_write(Path(folder) / TRACKER, f"{iteration}\n", durable=True)
+    _sync(Path(folder))
+
+
+def publish(partial: Path, folder: str, iteration: int, aside: Path | None = None) -> Path:
     """Rename a written checkpoint to its final name, then point the tracker to it; both steps are atomic.
 
-    Its files get their checksums first: nothing is written into it afterwards.
+    Its files get their checksums first: nothing is written into it afterwards. A checkpoint that it replaces is renamed
+    to ``aside``, or removed.
     """
     final = iteration_folder(folder, iteration)
     replaced = final.with_name(final.name + _REPLACED)
@@ -105,8 +113,9 @@ def publish(partial: Path, folder: str, iteration: int) -> Path:
         final.rename(replaced)
     partial.rename(final)
     _sync(Path(folder))
-    atomic_write(Path(folder) / TRACKER, f"{iteration}\n", durable=True)
-    _sync(Path(folder))
+    track(folder, iteration)
+    if aside is not None and replaced.exists():
+        replaced.rename(aside)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
 
@@ -114,7 +123,7 @@ def publish(partial: Path, folder: str, iteration: int) -> Path:
 def prune(folder: str, iteration: int, keep: int) -> list[Path]:
     """Remove all but the ``keep`` newest checkpoints up to ``iteration``; returns those removed.
 
-    Later ones are not removed: a run that resumed from an older checkpoint has yet to replace them.
+    Later ones are not removed: they are another run's.
     """
     removed = []
     for path in [path for number, path in whole(folder).items() if number <= iteration][keep:]:

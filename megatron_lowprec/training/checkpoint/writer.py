@@ -1,7 +1,9 @@
 """Writes a run's checkpoints, asynchronously with --async-save.
 
 A checkpoint is written to a temporary folder, which is renamed when complete (``storage.publish``). Whenever a process
-dies, a run resumes from the checkpoint before.
+dies, a run resumes from the checkpoint before. Checkpoints in --save that are not the run's past, for it was sent back
+or is another run, get other names: a later start would take them for its own if the newest is damaged or the tracker
+lost.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,58 @@ from megatron_lowprec.mcore.patches import bind
 from megatron_lowprec.mcore.releases import ASYNC_SAVE
 from megatron_lowprec.training.checkpoint import checksums, storage
 from megatron_lowprec.training.checkpoint.checkpoint import Progress, state_to_save
-from megatron_lowprec.training.checkpoint.resume import CONFIG
+from megatron_lowprec.training.checkpoint.resume import CONFIG, Saved
 from megatron_lowprec.training.checkpoint.write_results import WriteResults
+from megatron_lowprec.training.config.paths import free_names, same_folder
 from megatron_lowprec.training.distributed import subprocesses
 from megatron_lowprec.training.distributed.rank_sync import on_first_rank
 from megatron_lowprec.training.distributed.watchdog import is_lost_connection
 from megatron_lowprec.training.model import Trainer
 from megatron_lowprec.training.options.output_options import CheckpointOptions
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run stands in its --save folder.
+
+    Attributes:
+        iteration: of the checkpoint there that it began from, or wrote last; -1 if it began elsewhere.
+        continued: whether that one and those before it are its past; else it took weights alone.
+    """
+
+    iteration: int = -1
+    continued: bool = False
+
+
+ELSEWHERE = Origin()
+
+
+def origin_of(found: Saved | None, config: CheckpointOptions) -> Origin:
+    """The origin of a start that begins from this checkpoint."""
+    if found is None or not same_folder(config.load, config.save):
+        return ELSEWHERE
+    return Origin(found.progress["iteration"], continued=not config.finetune)
+
+
+def publish_own(partial: Path, folder: str, iteration: int, origin: Origin) -> tuple[Path, list[Path]]:
+    """``storage.publish``; returns as well the new names of checkpoints that are not this run's past.
+
+    Whenever the process dies, the same command begins from ``origin`` again, or continues from the new checkpoint: the
+    tracker names ``origin`` before any name changes, and a checkpoint that gave its weights alone goes last.
+    """
+    present, begun = storage.whole(folder), origin.iteration
+    others = [path for number, path in present.items() if not (origin.continued and number <= begun)]
+    names = dict(zip(others, free_names(others), strict=True))
+    source = None if origin.continued else present.get(begun)
+    if others and begun in present:
+        storage.track(folder, begun)
+    for path, name in names.items():
+        if path != source:
+            path.rename(name)
+    final = storage.publish(partial, folder, iteration, None if source is None else names[source])
+    if source is not None and source != final:
+        source.rename(names[source])
+    return final, list(names.values())
 
 
 class CheckpointWriter:
@@ -41,10 +88,17 @@ class CheckpointWriter:
         config: folder, whether asynchronous, number of checkpoints to keep.
         saved: content of each ``config.yaml`` besides the progress.
         say: called with lines for the log.
+        origin: where the run begins.
     """
 
-    def __init__(self, config: CheckpointOptions, saved: dict[str, Any], say: Callable[[str], None]) -> None:
-        self._config, self._saved, self._say = config, saved, say
+    def __init__(
+        self,
+        config: CheckpointOptions,
+        saved: dict[str, Any],
+        say: Callable[[str], None],
+        origin: Origin = ELSEWHERE,
+    ) -> None:
+        self._config, self._saved, self._say, self._origin = config, saved, say, origin
         self._queue = AsyncCallsQueue()
         self._writing: Path | None = None
 
@@ -85,13 +139,16 @@ class CheckpointWriter:
             self._writing = None
 
     def _publish(self, partial: Path, folder: str, iteration: int, content: str) -> None:
-        def publish() -> tuple[Path, int]:
+        def publish() -> tuple[Path, int, list[Path]]:
             (partial / CONFIG).write_text(content, encoding="utf-8")
-            final = storage.publish(partial, folder, iteration)
+            final, others = publish_own(partial, folder, iteration, self._origin)
             keep = self._config.keep_last
-            return final, len(storage.prune(folder, iteration, keep)) if keep is not None else 0
+            return final, len(storage.prune(folder, iteration, keep)) if keep is not None else 0, others
 
-        final, removed = on_first_rank(publish)
+        final, removed, others = on_first_rank(publish)
+        self._origin = Origin(iteration, continued=True)
+        if others:
+            self._say(f"checkpoints that this run does not continue are set aside: {', '.join(map(str, others))}")
         self._say(f"saved {final}" + (f", removed {removed} older" if removed else ""))
 
     @contextmanager

@@ -98,7 +98,9 @@ def _collecting_parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
 def _add_flag(group: argparse._ActionsContainer, name: str, problems: list[str] | None) -> None:
     kind, declared = KINDS[name], OPTIONS[name]
-    text = argparse.SUPPRESS if declared.hidden else declared.help.replace("%", "%%")
+    default = getattr(Config(), name)
+    text = declared.meaning + ("" if default is None or default is False or default == [] else f" (default: {default})")
+    text = argparse.SUPPRESS if declared.hidden else text.replace("%", "%%")
     convert = _converter(name, kind, problems)
     if kind.element is bool:
         group.add_argument(flag(name), action="store_true", help=text)
@@ -165,6 +167,8 @@ def parse(argv: Sequence[str]) -> tuple[Config, frozenset[str], list[str]]:
     recipe, overrides = values.get("recipe", Config.recipe), values.get("recipe_override", [])
     values["recipe_override"] = translate_fp8_flags(fp8, recipe, overrides, notes)
     config = Config(**values)
+    if "split" in given and config.data_path is None:
+        notes.append(f"--split {config.split} has no effect: it cuts the documents of --data-path")
     for name, answer in asked.idle.items():
         for option, wanted in answer.requires.items():
             if getattr(config, option) != wanted:

@@ -99,8 +99,8 @@ def _began_in(save: Path) -> Path:
 def keep_older_run(paths: RunPaths, config: CheckpointOptions) -> list[str]:
     """Move the files of an older run aside where a new one would overwrite them; returns a note.
 
-    A resumed run (--load from its own checkpoints) appends to the same files. Checkpoints in a --save folder are never
-    moved: a new run replaces those of the same iteration, as Megatron does.
+    A resumed run (--load from its own checkpoints) appends to the same files. Checkpoints in a --save folder stay: the
+    first save sets them aside (``writer.publish_own``).
     """
     continues = not config.finetune and same_folder(config.load, paths.checkpoints)
     own = [paths.metrics, paths.quantization]
@@ -140,6 +140,19 @@ def check_folder(folder: Path, option: str) -> None:
         raise UserError(f"{option} {folder}: {there} cannot be written to; name another folder, or change its rights")
 
 
+def create_folder(folder: Path, option: str) -> None:
+    """Create a folder for output.
+
+    Raises:
+        UserError: as ``check_folder``, or the system refuses.
+    """
+    check_folder(folder, option)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option} {folder} cannot be created: {error}") from None
+
+
 def output_file(text: str) -> Path:
     """argparse ``type`` for a tool's output file; creates its folder immediately.
 
@@ -164,9 +177,8 @@ def output_folder(text: str) -> Path:
 
 def _create(folder: Path, text: str, what: str) -> Path:
     try:
-        check_folder(folder, what)
-        folder.mkdir(parents=True, exist_ok=True)
-    except (UserError, OSError) as error:
+        create_folder(folder, what)
+    except UserError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from None
     return folder
 

@@ -21,7 +21,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.releases import batch_on_this_cp_rank
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data import indexed_dataset
-from megatron_lowprec.training.data.blend import all_paths, data_paths, parse_blend
+from megatron_lowprec.training.data.blend import all_paths, data_paths, parse_blend, same_file
 from megatron_lowprec.training.data.chat_dataset import ChatSamples, prepare_chats
 from megatron_lowprec.training.data.corpus_writer import prepare
 from megatron_lowprec.training.data.sample_index import Corpus, DocumentSamples, DocumentsConfig
@@ -139,9 +139,10 @@ def _build_split(
     assert switch is not None
     assert isinstance(first, Blend)
     # The second blend continues each shared path where the first stopped: no sample repeats before all were seen.
-    taken = dict(zip(named, first.taken(switch), strict=True))
+    taken = dict(zip(map(same_file, named), first.taken(switch), strict=True))
     named, datasets, weights = blend_of(config.data_phase_path)
-    second = Blend([Epochs(d, shared.random_seed) for d in datasets], weights, [taken.get(path, 0) for path in named])
+    begins = [taken.get(same_file(path), 0) for path in named]
+    second = Blend([Epochs(d, shared.random_seed) for d in datasets], weights, begins)
     return replace(found, samples=Phases(first, second, switch), notes=found.notes + _notes(datasets))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,8 @@ from megatron_lowprec.training.options.dataset_options import DataOptions
 from megatron_lowprec.training.rampup import nearest_end
 
 SPLITS = ("train", "valid", "test")
+_BY_DOCUMENTS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+_SHARE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*", re.ASCII)  # what Megatron-core reads as one number
 
 
 def data_paths(config: DataOptions, split: str) -> list[str]:
@@ -37,28 +41,34 @@ def parse_blend(items: Sequence[str]) -> list[tuple[str, float | None]]:
             return None
 
     weights = [number(item) for item in items]
-    twice = {item for item, weight in zip(items, weights) if weight is None and items.count(item) > 1}
-    if twice:
-        raise UserError(
-            f"data paths {' '.join(items)}: {sorted(twice)[0]} is named twice, and its samples would be too; name it "
-            "once, with the sum of its weights"
-        )
+    paths = [item for item, weight in zip(items, weights) if weight is None]
+    files = [same_file(path) for path in paths]
+    for path, file in zip(paths, files):
+        if files.count(file) > 1:
+            raise UserError(
+                f"data paths {' '.join(items)}: {path} is named twice, and its samples would be too; name it once, "
+                "with the sum of its weights"
+            )
     if all(w is None for w in weights):
         return [(item, None) for item in items]
     if len(items) % 2 or any(w is None for w in weights[::2]) or any(w is not None for w in weights[1::2]):
         raise UserError(f"data paths {' '.join(items)}: give either no weights or one before every path")
-    if any(w is None or not w > 0 for w in weights[::2]):
-        raise UserError(f"data paths {' '.join(items)}: every weight must be above 0")
+    given = [weight or 0.0 for weight in weights[::2]]
+    if not all(weight > 0 for weight in given) or not sum(given) < math.inf:
+        raise UserError(f"data paths {' '.join(items)}: every weight must be a number above 0")
     return list(zip(items[1::2], weights[::2], strict=True))
 
 
+def same_file(path: str) -> str:
+    """What all spellings of a data path have in common."""
+    return os.path.realpath(path)
+
+
 def check_split(split: str) -> None:
-    """Reject a --split that is not a list of shares; Megatron-core accepts any digits."""
-    try:
-        shares = [float(share) for share in split.split(",")]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= len(SPLITS) or not all(share >= 0 for share in shares) or not 0 < sum(shares) < math.inf:
+    """Reject a --split that is not a list of shares; Megatron-core reads any digits, and no exponents."""
+    found = [_SHARE.fullmatch(share) for share in split.split(",")]
+    shares = [float(share[1]) for share in found if share]
+    if not 1 <= len(found) == len(shares) <= len(SPLITS) or not 0 < sum(shares) < math.inf:
         raise UserError(
             f"--split {split}: wants up to three shares, for train, validation and test, not all 0, such as 969,30,1"
         )
@@ -105,14 +115,35 @@ def check_phase(config: DataOptions, total_samples: int) -> None:
         )
 
 
-def continued_phase(config: Config, saved: Mapping[str, Any], given: Collection[str]) -> tuple[Config, list[str]]:
+def continued_phase(
+    config: Config, saved: Mapping[str, Any], given: Collection[str], consumed: int
+) -> tuple[Config, list[str]]:
     """The switch of blends of a run that resumes a checkpoint, with a note if options and checkpoint differ.
 
     In a longer run the same share is another sample. The checkpoint's sample is kept, since data before it may have
     been seen; --data-phase-switch-samples overrides it.
+
+    Args:
+        consumed: samples of the checkpoint's run.
+
+    Raises:
+        UserError: a new switch would lie before samples that were consumed, or move one that lies there: both blends
+            would go on at other positions than they were left at.
     """
     before, now = saved.get("data_phase_switch_samples"), config.data_phase_switch_samples
-    if before is None or now is None or before == now or "data_phase_switch_samples" in given:
+    if now is None or before == now:
+        return config, []
+    if before is None or "data_phase_switch_samples" in given:
+        if before is not None and before < consumed:
+            raise UserError(
+                f"--data-phase-switch-samples {now}: the run changed its data at sample {before} and consumed "
+                f"{consumed}; leave the option out"
+            )
+        if now < consumed:
+            raise UserError(
+                f"the training data would change at sample {now}, but {consumed} were consumed by the first blend; "
+                f"give --data-phase-switch-samples {consumed} or more"
+            )
         return config, []
     note = (
         f"data: the second blend begins at sample {before}, as the checkpoint's run had it, not at {now} "
@@ -122,9 +153,15 @@ def continued_phase(config: Config, saved: Mapping[str, Any], given: Collection[
 
 
 def check_paths(config: DataOptions, tokenizer: Tokenizer) -> None:
-    """Reject data that is missing, or tokenized with another vocabulary."""
+    """Reject data that is missing, tokenized with another vocabulary, or without the ends that flags look for."""
+    by_documents = [name for name in _BY_DOCUMENTS if getattr(config, name)]
     for path in [] if config.mock_data else all_paths(config):
         if not is_text_file(path):
             indexed_dataset.check_prefix(path, tokenizer)
+            if by_documents and (indexed_dataset.read_note(path) or {}).get("append_eod") is False:
+                raise UserError(
+                    f"--{by_documents[0].replace('_', '-')} looks for ends of documents, which {path} was written "
+                    "without: prepare it with --append-eod, or leave the option out"
+                )
         elif not Path(path).is_file():
             raise UserError(f"data path {path}: no such file; check the path")

@@ -98,12 +98,20 @@ def prepare(
         text_key,
     )
     manifest = Path(f"{prefix}.manifest.json")
-    if manifest.exists():
+
+    def finished() -> dict[str, Any] | None:
+        if not manifest.exists():
+            return None
         found = _read(manifest, settings)
         report(f"{manifest} is there already: {found['documents']} documents, {found['tokens']} tokens")
         return found
+
+    if found := finished():
+        return found
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     with lock(f"{prefix}.lock"):  # another process with the same prefix waits
+        if found := finished():
+            return found
         for leftover in Path(prefix).parent.glob(f".{Path(prefix).name}-*_{_KEY}_document.*"):
             shutil.rmtree(leftover)  # an unfinished shard of a killed process
         work = _Work(prefix, settings)

@@ -90,6 +90,11 @@ class _BackendTokenizer(Tokenizer):
         super().__init__(type_name, max(ids.values()) + 1, ids[end_token], end_source, content)
         self._backend = backend
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what the library leaves out of its pickles: worker processes would read special tokens in text."""
+        self.__dict__.update(state)
+        self._backend.encode_special_tokens = True
+
     def tokenize(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
@@ -213,6 +218,18 @@ def tokenizer_of(options: "Config | Namespace") -> Tokenizer:
         tokenizer_model=options.tokenizer_model,
         vocab_size=options.vocab_size,
     )
+
+
+def check_files(options: "Namespace") -> None:
+    """Reject files that the type of tokenizer does not read."""
+    for name in dict.fromkeys(name for files in TOKENIZER_FILES.values() for name in files):
+        if getattr(options, name) is not None and name not in TOKENIZER_FILES[options.tokenizer_type]:
+            readers = " or ".join(kind for kind, files in TOKENIZER_FILES.items() if name in files)
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"{option} is not read by --tokenizer-type {options.tokenizer_type}; give --tokenizer-type {readers}, "
+                f"or leave {option} out"
+            )
 
 
 def padded_vocab_size(tokenizer_vocab_size: int, make_divisible_by: int, tensor_parallel: int) -> int:

@@ -81,14 +81,16 @@ def read(path: str) -> list[Page]:
     """The articles of a file, plain or .xz.
 
     Raises:
-        UserError: a missing file, or one that is not text.
+        UserError: a missing file, or one that is not text or has none.
     """
     try:
         with (lzma.open if path.endswith(".xz") else open)(path, "rb") as file:
             content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
             raise UserError(f"--wikitext {path}: more than {_LARGEST:,} bytes of text; WikiText has 11,000,000 at most")
-        return list(pages(content.decode()))
+        if not (text := content.decode()).strip():
+            raise UserError(f"--wikitext {path}: has no text; the shipped one is {SHIPPED}")
+        return list(pages(text))
     except FileNotFoundError:
         raise UserError(f"--wikitext {path}: no such file; the shipped one is {SHIPPED}") from None
     except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:

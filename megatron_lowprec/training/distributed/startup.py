@@ -9,19 +9,23 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.distributed.visible_gpus import has_gpus
 from megatron_lowprec.training.options.training_options import TrainingOptions
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     import torch
+    from torch.distributed import Store
 
     from megatron_lowprec.training.config.options import Config
 
@@ -59,6 +63,8 @@ _KNOWN_RECORDS = {
 }
 
 
+_LAST_PORT = 65535
+_PATIENCE = 10.0  # seconds without a word of waiting for other ranks
 HEAD_START = 20.0
 """Seconds by which rank 0 may show an error before another rank does."""
 
@@ -96,7 +102,7 @@ def prepare_environment() -> Ranks:
     ranks = Ranks(_number("RANK", 0, 0), world_size, _number("LOCAL_RANK", 0, 0), local_world_size)
     if ranks.rank >= world_size:
         raise UserError(f"RANK={ranks.rank} and WORLD_SIZE={world_size}: ranks count from 0; start with torchrun")
-    _number("MASTER_PORT", 0, 0)
+    _number("MASTER_PORT", 0, 0, _LAST_PORT)
     if ranks.world_size == 1:
         # NCCL allocates buffers for every channel of a communicator, also of one rank, which has no peer to use them
         # (NVIDIA/nccl issue 2363): one channel saves 1.1 GiB (docs/results/memory.md).
@@ -113,15 +119,17 @@ def prepare_environment() -> Ranks:
     return ranks
 
 
-def _number(name: str, default: int | None, least: int) -> int:
+def _number(name: str, default: int | None, least: int, most: int | None = None) -> int:
     """An environment variable as a whole number; UserError for another value, or if it is not set without a default."""
     text = os.environ.get(name)
     if text is None and default is not None:
         return default
-    if text is None or not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= least):
+    number = int(text) if text is not None and text.isascii() and text.isdecimal() and len(text) < 10 else None
+    if number is None or number < least or (most is not None and number > most):
         found = "is not set" if text is None else f"is {text!r}"
-        raise UserError(f"the environment variable {name} {found}; set a whole number of at least {least}")
-    return int(text)
+        limit = "" if most is None else f" and at most {most}"
+        raise UserError(f"the environment variable {name} {found}; set a whole number of at least {least}{limit}")
+    return number
 
 
 def _is_other(message: str, record: logging.LogRecord) -> bool:
@@ -150,17 +158,55 @@ def initialize(config: Config, ranks: Ranks) -> torch.device:
         # the time, which leaves the GPU idle where layers are small.
         torch.autograd.set_multithreading_enabled(False)
     cpu_compat.install()
-    # One process needs no rendezvous: an in-process store needs no port, which another run might occupy.
-    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if ranks.world_size == 1 else {}
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
     # Without device_id NCCL opens a communicator when a group is first used, as in Megatron-LM; with it, one for every
     # group of Megatron-core at once: 4.9 GiB more for a process of two (docs/results/memory.md).
     dist.init_process_group(
         config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo"),
-        timeout=timedelta(minutes=config.distributed_timeout_minutes),
-        **alone,
+        timeout=timeout,
+        store=_rendezvous(ranks, timeout),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
     )
     lay_out(config)
     return device
+
+
+def _rendezvous(ranks: Ranks, timeout: timedelta) -> Store:
+    """The store by which the ranks find each other.
+
+    Another thread waits for it, so that this one handles signals: no handler runs inside of torch's call.
+
+    Raises:
+        UserError: the environment does not say where.
+    """
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    if ranks.world_size == 1:
+        return dist.HashStore()  # needs no port, which another run might occupy
+    host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT", None, 1, _LAST_PORT)
+    if not host:
+        raise UserError("the environment variable MASTER_ADDR is not set; set rank 0's host, or start with torchrun")
+    found: list[Store | Exception] = []
+
+    def meet() -> None:
+        try:
+            store, *_ = next(rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+            found.append(dist.PrefixStore("default_pg", store))  # as init_process_group does
+        except Exception as error:  # noqa: BLE001 - raised again below
+            found.append(error)
+
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    if thread.is_alive():
+        print(f"rank {ranks.rank} waits for {ranks.world_size} ranks at {host}:{port}", file=sys.stderr, flush=True)
+        thread.join()
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
 
 
 def lay_out(config: Config) -> None:

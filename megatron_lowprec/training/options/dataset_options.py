@@ -71,6 +71,7 @@ class DataOptions(Group):
         "tokenizer.json, or a folder with one, for HuggingFaceTokenizer; tokenizer.model for SentencePieceTokenizer",
         Part.TOKENIZER,
         path="tokenizer",
+        needs="tokenizer_type=HuggingFaceTokenizer|SentencePieceTokenizer",
     )
     vocab_file: str | None = arg(None, "vocab.json for GPT2BPETokenizer", Part.TOKENIZER, path="tokenizer")
     merge_file: str | None = arg(None, "merges.txt for GPT2BPETokenizer", Part.TOKENIZER, path="tokenizer")

@@ -94,6 +94,11 @@ class Option:
         limits = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
         return [f"{word} {limit}" for word, limit in limits.items() if limit is not None]
 
+    @property
+    def meaning(self) -> str:
+        """Help and bounds."""
+        return "; ".join([self.help, *self.bounds])
+
     def admits(self, value: Any) -> bool:
         """Whether a value keeps all bounds, as any does without them; with a bound, NaN does not."""
         return (

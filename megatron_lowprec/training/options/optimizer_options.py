@@ -35,14 +35,26 @@ class OptimizerOptions(Group):
     lr_warmup_fraction: float | None = arg(None, "warm-up as a share of the horizon", least=0, most=1, one_of="warm-up")
     lr_warmup_iters: int = arg(0, "warm-up in iterations", least=0, one_of="warm-up")
     lr_warmup_samples: int = arg(0, "warm-up in samples", least=0, one_of="warm-up")
-    lr_warmup_init: float = arg(0.0, "learning rate that the warm-up starts from", least=0)
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = arg(
-        "exponential", "WSD's last phase"
+    lr_warmup_init: float = arg(
+        0.0,
+        "learning rate that the warm-up starts from",
+        least=0,
+        needs="lr_warmup_iters|lr_warmup_samples|lr_warmup_fraction",
     )
-    lr_wsd_decay_iters: int | None = arg(None, "length of WSD's last phase", least=1)
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = arg(
+        "exponential", "WSD's last phase", needs="lr_decay_style=WSD"
+    )
+    lr_wsd_decay_iters: int | None = arg(None, "length of WSD's last phase", least=1, needs="lr_decay_style=WSD")
     weight_decay: float = arg(0.01, "weight decay, decoupled but for SGD", least=0)
-    start_weight_decay: float | None = arg(None, "weight decay at the start of --weight-decay-incr-style", least=0)
-    end_weight_decay: float | None = arg(None, "weight decay at the end of it", least=0)
+    start_weight_decay: float | None = arg(
+        None,
+        "weight decay at the start of --weight-decay-incr-style",
+        least=0,
+        needs="weight_decay_incr_style=linear|cosine",
+    )
+    end_weight_decay: float | None = arg(
+        None, "weight decay at the end of it", least=0, needs="weight_decay_incr_style=linear|cosine"
+    )
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = arg(
         "constant", "how weight decay grows over the run"
     )

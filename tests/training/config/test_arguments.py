@@ -32,6 +32,13 @@ def test_yaml_switch_can_be_taken_back(tmp_path: Path) -> None:
     assert not config.bf16
 
 
+def test_a_split_without_data_to_cut_says_so(tmp_path: Path) -> None:
+    file = write(tmp_path, "split: 99,1,0\ntrain-data-path: a.jsonl\n")  # the file's is for another --data-path
+    assert parse(["--config", file])[2] == parse(["--config", file, "--split", "9,1", "--data-path", "b"])[2] == []
+    (note,) = parse(["--config", file, "--split", "9,1"])[2]
+    assert note == "--split 9,1 has no effect: it cuts the documents of --data-path"
+
+
 def test_nothing_given_means_gpt_tiny() -> None:
     config, _, notes = parse(["--recipe", "mxfp4_rht_sr"])
     assert config.config is not None
@@ -125,7 +132,8 @@ def test_megatron_s_bf16_layers_become_the_recipe_s() -> None:
 
 
 def test_help_lists_every_public_option() -> None:
-    text = build_parser().format_help()
+    text = " ".join(build_parser().format_help().split())
+    assert "iterations between validations; at least 1 (default: 1000)" in text
     assert "--tensor-model-parallel-size" in text
     assert "--recipe-override" in text
     assert "--no-lowprec-linears" not in text

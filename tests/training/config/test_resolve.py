@@ -227,6 +227,12 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"split": "90,-10"}, ["--split 90,-10"]),
     (1, {"split": "1,1,1,1"}, ["--split 1,1,1,1", "up to three"]),
     (1, {"split": "nan,1"}, ["--split nan,1"]),
+    (1, {"split": "9e2,1"}, ["--split 9e2,1"]),  # Megatron-core reads 9, 2 and 1
+    (1, {"split": "1_0,5"}, ["--split 1_0,5"]),
+    (1, {"tokenizer_model": "m"}, ["--tokenizer-model m", "HuggingFaceTokenizer", "NullTokenizer"]),
+    (1, {"start_weight_decay": 0.1}, ["--start-weight-decay 0.1", "--weight-decay-incr-style linear or cosine"]),
+    (1, {"lr_wsd_decay_iters": 3}, ["--lr-wsd-decay-iters 3", "--lr-decay-style WSD"]),
+    (1, {"lr_warmup_init": 1e-5}, ["--lr-warmup-init 1e-05", "--lr-warmup-iters"]),
     (1, {"log_interval": 0}, ["--log-interval 0"]),
     (1, {"mock_data": None}, ["--data-path"]),
     (1, {"vocab_size": None}, ["--vocab-size"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
-from megatron_lowprec.training.data import batches
-from megatron_lowprec.training.data.blend import all_paths, check_phase, continued_phase
+from megatron_lowprec.training.data import batches, corpus_writer
+from megatron_lowprec.training.data.blend import all_paths, check_paths, check_phase, continued_phase
 from megatron_lowprec.training.data.tokenizer import tokenizer_of
+from tests.refusal import refused
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses, rows
 
@@ -121,9 +123,12 @@ def test_documents_held_out_are_held_out_of_both_blends(texts: Path) -> None:
         ({"data_phase_switch_samples": 40, "data_phase_path": ["low.jsonl"]}, "at sample 40 of a run of 40"),
         ({"mock_data": True, "data_phase_switch": 0.5, "data_phase_path": ["x"]}, "--mock-data"),
         ({"data_phase_switch": 0.5, "data_phase_path": ["1", "a", "2", "a"]}, "a is named twice"),
+        ({"train_data_path": ["a", "b", "./a"]}, "a is named twice"),
+        ({"train_data_path": ["inf", "a", "1", "b"]}, "inf a 1 b: every weight must be a number above 0"),
+        ({"train_data_path": ["1e308", "a", "1e308", "b"]}, "must be a number above 0"),
     ],
 )
-def test_phases_that_make_no_sense(texts: Path, changes: dict[str, Any], words: str) -> None:
+def test_blends_that_make_no_sense(texts: Path, changes: dict[str, Any], words: str) -> None:
     common: dict[str, Any] = {} if changes.get("mock_data") else {"train_data_path": ["low.jsonl"]}
 
     def check() -> None:
@@ -206,6 +211,25 @@ def test_a_resume_of_a_smaller_batch_goes_on_behind_the_change(
 def test_a_sample_that_is_given_moves_the_change() -> None:
     config = Config(data_phase_switch_samples=16)
     before = {"data_phase_switch_samples": 8}
-    assert continued_phase(config, before, {"data_phase_switch_samples"}) == (config, [])
-    assert continued_phase(config, {}, set()) == (config, [])
-    assert continued_phase(config, before, set())[0].data_phase_switch_samples == 8
+    assert continued_phase(config, before, {"data_phase_switch_samples"}, 8) == (config, [])
+    assert continued_phase(config, {}, set(), 16) == (config, [])
+    assert continued_phase(config, before, set(), 99)[0].data_phase_switch_samples == 8
+    with pytest.raises(UserError, match="changed its data at sample 8 and consumed 12; leave the option out"):
+        continued_phase(config, before, {"data_phase_switch_samples"}, 12)
+    with pytest.raises(UserError, match=r"at sample 16, but 20 were .* --data-phase-switch-samples 20 or more"):
+        continued_phase(config, {}, set(), 20)
+
+
+def test_a_path_of_both_blends_goes_on_under_another_spelling(texts: Path) -> None:
+    common: dict[str, Any] = {"train_data_path": ["low.jsonl"], "data_phase_switch_samples": 24}
+    again, alike = (resolved(**common, data_phase_path=[path]) for path in (str(texts / "low.jsonl"), "low.jsonl"))
+    assert drawn(again, 40) == drawn(alike, 40)
+
+
+def test_flags_that_look_for_ends_of_documents_need_some(texts: Path) -> None:
+    config = resolved(train_data_path=["bare"], reset_position_ids=True)
+    tokenizer = tokenizer_of(config)
+    for append_eod in (False, True):
+        corpus_writer.write(["low.jsonl"], {"text": "bare"}, tokenizer, append_eod=append_eod)
+        with nullcontext() if append_eod else refused("--reset-position-ids", "bare was written without", "--append"):
+            check_paths(config, tokenizer)

@@ -83,6 +83,8 @@ def test_hugging_face_file_gives_the_ids_of_its_vocabulary(saved: Path, tiny: To
     assert (same.vocab_size, same.eod) == (tiny.vocab_size, tiny.eod)
     assert same.tokenize(text) == tiny.tokenize(text)
     assert same.detokenize(same.tokenize(text)) == text
+    worker = pickle.loads(pickle.dumps(same))
+    assert worker.tokenize(text) == same.tokenize(text)
 
 
 @pytest.mark.parametrize(

@@ -52,3 +52,6 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     broken.write_bytes(b"no xz")
     with pytest.raises(UserError, match="not a WikiText file"):
         read(str(broken))
+    broken.with_suffix(".txt").write_text(" \n")
+    with pytest.raises(UserError, match="has no text"):
+        read(str(broken.with_suffix(".txt")))

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import threading
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import pretrain_gpt
 from megatron_lowprec.commands import evaluate, import_megatron
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.distributed import startup
+from megatron_lowprec.training.distributed import interrupt, startup
+from tests.refusal import refused
+from tests.waiting import PATIENCE
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -52,6 +59,7 @@ def test_threads_without_work_sleep_soon_unless_chosen(monkeypatch: pytest.Monke
         ("WORLD_SIZE", None),
         ("RANK", "2"),
         ("MASTER_PORT", "http"),
+        ("MASTER_PORT", "65536"),
     ],
 )
 def test_a_variable_that_is_no_number_is_one_line(
@@ -76,6 +84,37 @@ def test_nccl_has_one_channel_in_a_process_alone(
     assert os.environ.get("NCCL_MAX_NCHANNELS") == channels
 
 
+def test_a_signal_ends_the_wait_for_other_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(startup, "_PATIENCE", 0.0)
+    signals, timer = interrupt.Signals(), threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+    with signals.listening():
+        timer.start()
+        with pytest.raises(interrupt.Interrupted):
+            startup._rendezvous(startup.Ranks(0, 2, 0, 2), timedelta(seconds=PATIENCE))
+    assert capsys.readouterr().err == f"rank 0 waits for 2 ranks at 127.0.0.1:{port}\n"
+    dist.TCPStore("127.0.0.1", port, 2, is_master=False)  # for whom the other thread still waits
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("MASTER_ADDR", "MASTER_ADDR is not set"), ("MASTER_PORT", "MASTER_PORT is")]
+)
+def test_where_the_ranks_meet_is_required(monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
+    for each, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(each, value)
+    monkeypatch.delenv(name)
+    with refused(f"the environment variable {name} is not set"):
+        startup._rendezvous(startup.Ranks(0, 2, 0, 2), timedelta(seconds=1))
+
+
 def test_nccl_opens_communicators_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a device_id it opens one for each process group at once."""
     asked: dict[str, object] = {}
@@ -86,6 +125,7 @@ def test_nccl_opens_communicators_at_first_use(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     monkeypatch.setattr(startup, "_device", lambda ranks: torch.device("cuda", 0))
     monkeypatch.setattr(startup, "lay_out", lambda config: None)
+    monkeypatch.setattr(startup, "_rendezvous", lambda ranks, timeout: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
     try:
         startup.initialize(Config(), startup.Ranks(0, 2, 0, 2))

@@ -126,6 +126,8 @@ def test_load_without_a_checkpoint_is_refused_unless_it_is_save(drive: Drive) ->
         drive(argv(save="out", load="run"))
     with pytest.raises(UserError, match=r"this is one checkpoint; name run/checkpoints, with --ckpt-step 1"):
         drive(argv(save="out", load="run/checkpoints/iter_0000001"))
+    with pytest.raises(UserError, match="--load out: no checkpoint there"):
+        drive(argv(save="out", load="out", finetune=True))  # which has nothing to begin with
     drive(argv(save="out", load="out", train_iters=1, no_save=None))
     assert Path("out/iter_0000001").is_dir()
 

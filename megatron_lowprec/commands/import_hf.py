@@ -93,7 +93,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     index, names = folder / "model.safetensors.index.json", ["model.safetensors"]
-    if index.is_file():
+    if index.is_file() and not (folder / names[0]).exists():  # a whole file comes first to transformers, too
         places = json_object(index).get("weight_map")
         if not isinstance(places, dict) or not all(Path(str(name)).name == name for name in places.values()):
             raise UserError(f"{index} has no weight_map from tensors to files of its folder")

@@ -18,14 +18,12 @@ from pathlib import Path
 from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.report.archives.packing import write_archive
 from megatron_lowprec.report.build import build
-from megatron_lowprec.report.claims import CLAIMS, load_claims
+from megatron_lowprec.report.claims import BF16, CLAIMS, load_claims
 from megatron_lowprec.report.published.ladder import read_ladder
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.shipped import SHIPPED, find
 
 PUBLISHED = SHIPPED / "data" / "quartet2-runs.csv"
-
-_REFERENCE = "bf16"
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "report.py") -> int:
@@ -40,9 +38,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "report.py") -> 
     )
     parser.add_argument("--claims", type=find, default=CLAIMS, metavar="FILE", help="default: configs/claims.yaml")
     parser.add_argument("--no-claims", action="store_true", help="gaps and intervals only, nothing on claims of papers")
-    parser.add_argument(
-        "--reference", default=_REFERENCE, metavar="LABEL", help=f"what gaps are to; default: {_REFERENCE}"
-    )
+    parser.add_argument("--reference", default=BF16, metavar="LABEL", help=f"what gaps are to; default: {BF16}")
     parser.add_argument(
         "--published",
         type=find,
@@ -62,14 +58,10 @@ def _report(args: argparse.Namespace) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="report-") as scratch:
             runs, notes = find_runs(args.runs, claims.rules.diverged_rise, Path(scratch))
-            labels = list(dict.fromkeys(run.label for run in runs if run.label))
-            reference = next((run.label for run in runs if run.full_label == args.reference), args.reference)
-            if reference not in (_REFERENCE, *labels):
-                raise UserError(f"--reference {args.reference}: no run has that label; there are {', '.join(labels)}")
             names = dict.fromkeys(run.sweep or run.model for run in runs)
             title = args.title or f"Report: {', '.join(names)}"
             published = [] if args.published is None else read_ladder(args.published)
-            report = build(runs, notes, claims, reference, title, published)
+            report = build(runs, notes, claims, args.reference, title, published)
             lines = [*report.lines(), "", f"report: {report.write(args.out)}"]
             if args.archive is not None:
                 write_archive(args.archive, runs, lambda _: None)  # the report has named dropped rows

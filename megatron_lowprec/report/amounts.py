@@ -1,6 +1,7 @@
 """Number formatting."""
 
 import math
+from decimal import Decimal
 
 MINUS, DASH = "\N{MINUS SIGN}", "\N{EN DASH}"
 
@@ -18,8 +19,10 @@ def amount(value: float | None) -> str:
 
 
 def share(ratio: float) -> str:
-    """A ratio as text: "1/458", "0.73 of it", "2.5 times"."""
-    if ratio < 0.5:
+    """A ratio as text: "1/458", "0.73 of it", "2.5 times"; rounded down to less than a half."""
+    if 0.4 <= ratio < 0.5:
+        return f"{math.floor(100 * ratio) / 100:g} of it"
+    if ratio < 0.4:
         return f"1/{1 / ratio:,.0f}" if ratio > 0 else "none"
     return f"{ratio:.2g} times" if ratio >= 1.05 else f"{ratio:.2g} of it"
 
@@ -39,6 +42,11 @@ def signed(value: float, decimals: int) -> str:
     if not float(text):
         return text
     return ("+" if value > 0 else MINUS) + text
+
+
+def decimals(least: int, *values: float) -> int:
+    """Decimals that show all of these values as they were written, at least so many."""
+    return max(least, *(-int(Decimal(str(value)).as_tuple().exponent) for value in values))
 
 
 def number(value: float, decimals: int) -> str:

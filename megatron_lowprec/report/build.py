@@ -13,7 +13,7 @@ from typing import Any
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.report import html, operand_plots, operand_tables, plot_style, plots, tables
 from megatron_lowprec.report.amounts import amount
-from megatron_lowprec.report.claims import Claims
+from megatron_lowprec.report.claims import BF16, Claims
 from megatron_lowprec.report.curve import Status
 from megatron_lowprec.report.groups import Group, group_runs
 from megatron_lowprec.report.ladder.gap_plot import gap_by_tokens
@@ -225,9 +225,12 @@ def build(
     Args:
         runs: from ``find_runs``, with its ``notes``.
         claims: from ``load_claims``.
-        reference: label that gaps refer to.
+        reference: label that gaps refer to, short or in full.
         title: of the page.
         published: runs that the ladder figure may show beside comparable recipes; from ``read_ladder``.
+
+    Raises:
+        UserError: no run can be read; or none has the label ``reference``, unless it is bf16.
     """
     groups, lost = group_runs(runs, reference)
     if not groups:
@@ -235,6 +238,13 @@ def build(
         raise UserError(
             f"none of {len(runs)} runs can be read ({whys}); name folders with metrics.jsonl and config.yaml"
         )
+    labelled = {run.folder: run for group in groups for run in group.runs}  # recipes of one name have other labels
+    runs = [labelled.get(run.folder, run) for run in runs]
+    reference = next((run.label for run in runs if run.full_label == reference), reference)
+    labels = list(dict.fromkeys(run.label for run in runs if run.label))
+    if reference not in (BF16, *labels):
+        raise UserError(f"--reference {reference}: no run has that label; there are {', '.join(labels)}")
+    groups = [replace(group, reference=reference) for group in groups]
     found = list(notes)
     if lost:
         found.append(f"{len(lost)} of the runs hold no configuration to place them by; they are listed at the end.")

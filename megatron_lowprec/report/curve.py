@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -41,9 +42,11 @@ class Curve:
 
     @property
     def final_train(self) -> float:
-        """Mean training loss over the last iterations; NaN without any."""
+        """Mean of the finite training losses in the last iterations; NaN if over half or the very last are not."""
         losses = self.train[1][-LAST:]
-        return float(losses.mean()) if len(losses) else math.nan
+        finite = losses[np.isfinite(losses)]
+        known = len(losses) and math.isfinite(losses[-1]) and 2 * len(finite) >= len(losses)
+        return float(finite.mean()) if known else math.nan
 
     @property
     def final_validation(self) -> float:
@@ -93,13 +96,24 @@ def typical_seconds(seconds: Series) -> float:
     return float(np.median(later)) if len(later) else math.nan
 
 
+def shared(series: Sequence[Series]) -> tuple[npt.NDArray[np.int64], list[Floats]]:
+    """The iterations with a finite loss in all of these series, and each one's losses there."""
+    kept = [_finite(each) for each in series]
+    common = reduce(np.intersect1d, [iterations for iterations, _ in kept]) if kept else np.zeros(0, np.int64)
+    return common, [losses[np.isin(iterations, common)] for iterations, losses in kept]
+
+
+def _finite(series: Series) -> Series:
+    kept = np.isfinite(series[1])
+    return series[0][kept], series[1][kept]
+
+
 def smooth(series: Series, reach: int) -> Series:
     """Moving average over ``reach`` finite values on either side; fewer in a short series.
 
     Both ends are dropped: a mean over fewer values would show the noise of a single iteration as a turn of the curve.
     """
-    kept = np.isfinite(series[1])
-    iterations, values = series[0][kept], series[1][kept]
+    iterations, values = _finite(series)
     reach = min(reach, max(0, len(values) - 1) // 2)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     width = 2 * reach + 1
@@ -116,14 +130,22 @@ def how_it_ended(curve: Curve, train_iters: int, diverged_rise: float) -> tuple[
 
     Diverged: the last training or validation loss is not finite, or the mean of the last training losses is more than
     ``diverged_rise`` nats above the lowest earlier mean over as many iterations. Unfinished: it has no training loss,
-    or its last iteration or last validation comes before ``train_iters``.
+    or its last iteration or last validation comes before ``train_iters``. The explanation counts the training losses
+    that are lost or not finite although a finite one follows.
     """
+    status, why = _ending(curve, train_iters, diverged_rise)
+    finite, _ = _finite(curve.train)
+    lost = int(finite[-1] - curve.train[0][0]) + 1 - len(finite) if len(finite) else 0
+    return status, f"{why}; training losses lost or not finite on the way: {lost:,}" if lost else why
+
+
+def _ending(curve: Curve, train_iters: int, diverged_rise: float) -> tuple[Status, str]:
     at = f"at iteration {curve.last_iteration:,} of {train_iters:,}"
     for name, (iterations, losses) in (("training", curve.train), ("validation", curve.validation)):
         if len(losses) and not math.isfinite(losses[-1]):
-            first = iterations[np.flatnonzero(~np.isfinite(losses))[0]]
+            first = iterations[max(np.flatnonzero(np.isfinite(losses)), default=-1) + 1]
             return Status.DIVERGED, f"{name} loss not finite from iteration {first:,}; ended {at}"
-    finite = curve.train[1][np.isfinite(curve.train[1])]
+    _, finite = _finite(curve.train)
     if len(finite) > 2 * LAST:
         rise = float(finite[-LAST:].mean() - smooth(curve.train, LAST // 2)[1].min())
         if rise > diverged_rise:

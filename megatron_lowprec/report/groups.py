@@ -16,7 +16,7 @@ import numpy as np
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.report.amounts import amount
-from megatron_lowprec.report.curve import Status
+from megatron_lowprec.report.curve import Series, Status, shared
 from megatron_lowprec.report.runs import Run
 from megatron_lowprec.training.config.arguments import KINDS, checked_options
 from megatron_lowprec.training.config.options import NO_EFFECT, Config, options_with
@@ -94,17 +94,22 @@ class Group:
         return _by_seed((run, run.curve.final_validation) for run in finished if run.curve)
 
     def training_losses(self, start: float, end: float) -> dict[tuple[str, Hashable], float]:
-        """(label, seed) -> mean training loss over a share of the run, of every run that reached its end."""
-        found = []
+        """(label, seed) -> mean training loss over a share of the run, of runs that reached its end.
+
+        All are means over the same iterations, those with a finite loss in each: where the loss falls steeply, a run
+        that lacks some would differ by that alone. A run with under half as many as the fullest is left out.
+        """
+        found: list[tuple[Run, Series]] = []
         for run in self.runs:
-            if run.curve is None:
+            if run.curve is None or run.curve.last_iteration < end * run.train_iters:
                 continue
             iterations, losses = run.curve.train
-            inside = losses[(iterations > start * run.train_iters) & (iterations <= end * run.train_iters)]
-            inside = inside[np.isfinite(inside)]
-            if len(inside) and run.curve.last_iteration >= end * run.train_iters:
-                found.append((run, float(inside.mean())))
-        return _by_seed(found)
+            inside = (iterations > start * run.train_iters) & (iterations <= end * run.train_iters)
+            found.append((run, (iterations[inside], losses[inside])))
+        counts = [np.isfinite(losses).sum() for _, (_, losses) in found]
+        found = [each for each, count in zip(found, counts) if 2 * count >= max(counts)]
+        _, common = shared([series for _, series in found])
+        return _by_seed((run, float(losses.mean())) for (run, _), losses in zip(found, common) if len(losses))
 
     def repeated(self) -> list[str]:
         """Labels with a repeated seed, and its runs: these are averaged, since they are one draw."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 from megatron_lowprec.report.amounts import amount, percent
-from megatron_lowprec.report.curve import Floats, Series, Status, smooth
+from megatron_lowprec.report.curve import Floats, Status, shared, smooth
 from megatron_lowprec.report.groups import Group
 from megatron_lowprec.report.plot_style import NOT_FINISHED, Style, Theme, band, gap_axis, limits, literal, wrapped
 from megatron_lowprec.report.runs import Run
@@ -18,6 +18,8 @@ from megatron_lowprec.report.statistics import Fit
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Name: TypeAlias = Literal["training loss", "validation loss"]
 
 _POINTS = 600  # per curve
 _MARKED = 40  # most points with a marker each
@@ -95,9 +97,7 @@ def has_ranges(group: Group) -> bool:
     return len(set(group.finished) - {group.reference}) <= _MOST_RANGES
 
 
-def losses(
-    name: Literal["training loss", "validation loss"], group: Group, styles: Mapping[str, Style], theme: Theme
-) -> bytes | None:
+def losses(name: Name, group: Group, styles: Mapping[str, Style], theme: Theme) -> bytes | None:
     """PNG over tokens: mean over seeds, and that of paired differences to the reference.
 
     Ranges over seeds are shown as ``has_ranges`` says. Training losses are smoothed, validation losses have
@@ -106,12 +106,12 @@ def losses(
     if all(run.curve is None for run in group.runs):
         return None
     markers = name == "validation loss"
-    series = _validation if markers else _smoothed
-    common = {label: _common(group.of(label, Status.FINISHED), series) for label in group.labels}
+    common = {label: _common(group.of(label, Status.FINISHED), name) for label in group.finished}
     finished = {label: (at, np.stack([*seeds.values()])) for label, (at, seeds) in common.items() if len(at)}
-    compared = [label for label in finished if label != group.reference and group.reference in finished]
-    rest = [run for run in group.runs if run.status is not Status.FINISHED and run.curve is not None]
-    rest = [run for run in rest if len(series(run)[0])]
+    pairs = {label: _paired(group, label, name) for label in group.compared}
+    compared = {label: pair for label, pair in pairs.items() if len(pair[0])}
+    stopped = [run for run in group.runs if run.status is not Status.FINISHED and run.curve is not None]
+    rest = [(run, at, values) for run in stopped for at, (values,) in [_drawn([run], name)] if len(at)]
     figure = theme.new_figure(6.6 if compared else 3.9)
     panels = figure.subplots(2 if compared else 1, 1, sharex=True, squeeze=False)[:, 0]
     top = panels[0]
@@ -121,8 +121,7 @@ def losses(
         x = group.of(label, Status.FINISHED)[0].tokens_at(iterations)
         _mean(top, x, values, styles[label], theme, label, ranges, markers)
         seen.append(values[:, x >= _FIRST * x[-1]])
-    for run in rest:
-        iterations, values = series(run)
+    for run, iterations, values in rest:
         x = run.tokens_at(iterations)
         label = f"{wrapped(run.label)}, not finished"
         dotted: dict[str, Any] = {"linewidth": 1.1, "linestyle": NOT_FINISHED, "marker": "x", "markersize": 6}
@@ -135,8 +134,7 @@ def losses(
         theme.plain(bottom)
         bottom.axhline(0, color=theme.muted, linewidth=1)
         ends = []
-        for label in compared:
-            iterations, differences = _paired(group, label, series)
+        for label, (iterations, differences) in compared.items():
             x = group.of(label, Status.FINISHED)[0].tokens_at(iterations)
             _mean(bottom, x, differences, styles[label], theme, label, ranges, markers)
             drawn = differences if ranges else differences.mean(axis=0, keepdims=True)
@@ -149,40 +147,34 @@ def losses(
     return theme.png(figure)
 
 
-def _smoothed(run: Run) -> Series:
-    assert run.curve is not None
-    iterations, losses = smooth(run.curve.train, max(1, len(run.curve.train[0]) // _SMOOTHING))
-    every = max(1, len(iterations) // _POINTS)
-    return iterations[::every], losses[::every]
+def _drawn(runs: Sequence[Run], name: Name) -> tuple[np.ndarray, list[Floats]]:
+    """Iterations with losses in all of one run or more, and each one's losses there.
+
+    Training losses are smoothed and thinned after that, so that a run that lacks an iteration keeps step with the rest.
+    """
+    curves = [run.curve for run in runs if run.curve is not None]
+    if name == "validation loss":
+        return shared([curve.validation for curve in curves])
+    iterations, losses = shared([curve.train for curve in curves])
+    reach = max(1, len(curves[0].train[0]) // _SMOOTHING)
+    smoothed = [smooth((iterations, each), reach) for each in losses]
+    every = max(1, len(smoothed[0][0]) // _POINTS)
+    return smoothed[0][0][::every], [values[::every] for _, values in smoothed]
 
 
-def _validation(run: Run) -> Series:
-    assert run.curve is not None
-    iterations, losses = run.curve.validation
-    kept = np.isfinite(losses)
-    return iterations[kept], losses[kept]
-
-
-def _common(
-    runs: Sequence[Run], series: Callable[[Run], Series]
-) -> tuple[np.ndarray, dict[tuple[str, Hashable], Floats]]:
+def _common(runs: Sequence[Run], name: Name) -> tuple[np.ndarray, dict[tuple[str, Hashable], Floats]]:
     """Iterations common to all runs, and (label, seed) -> losses there: a repeated seed counts once, as the mean."""
-    found = [(run, *series(run)) for run in runs]
-    if not found:
-        return np.zeros(0, np.int64), {}
-    shared = found[0][1]
-    for _, iterations, _ in found[1:]:
-        shared = np.intersect1d(shared, iterations)
+    iterations, found = _drawn(runs, name)
     values: dict[tuple[str, Hashable], list[Floats]] = {}
-    for run, iterations, losses in found:
-        values.setdefault((run.label, run.block), []).append(losses[np.isin(iterations, shared)])
-    return shared, {key: np.mean(each, axis=0) for key, each in values.items()}
+    for run, losses in zip(runs, found, strict=True):
+        values.setdefault((run.label, run.block), []).append(losses)
+    return iterations, {key: np.mean(each, axis=0) for key, each in values.items()}
 
 
-def _paired(group: Group, label: str, series: Callable[[Run], Series]) -> tuple[np.ndarray, Floats]:
+def _paired(group: Group, label: str, name: Name) -> tuple[np.ndarray, Floats]:
     """Differences to the reference, one row per shared seed; without shared seeds one row, of the means."""
     left, right = group.of(label, Status.FINISHED), group.of(group.reference, Status.FINISHED)
-    iterations, found = _common([*left, *right], series)
+    iterations, found = _common([*left, *right], name)
     ours = {seed: losses for (each, seed), losses in found.items() if each == label}
     others = {seed: losses for (each, seed), losses in found.items() if each != label}
     pairs = [losses - others[seed] for seed, losses in ours.items() if seed in others]

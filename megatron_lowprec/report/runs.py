@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,17 +37,11 @@ from megatron_lowprec.sweep.job_record import RECORD
 from megatron_lowprec.sweep.jobs import EVALUATION, MANIFEST
 from megatron_lowprec.training.config.arguments import RENAMED
 from megatron_lowprec.training.config.run_config import read_run_config
+from megatron_lowprec.training.evaluation.evaluation_file import TextLoss, read_scores
 
 _LONGEST_LABEL = 64
 _TEXT_SUFFIX = re.compile(r"(_text_document|(\.raw)?(\.jsonl?|\.txt)?(\.xz|\.gz)?)$")
-
-
-@dataclass(frozen=True)
-class TextLoss:
-    """Loss of a run's last checkpoint on a text, under the recipe that it was trained under."""
-
-    nats: float  # a token
-    bits: float  # a byte of the text; NaN if its bytes are not recorded
+_NUMBERED = re.compile(r"^FOLDER\d+(?=/)")
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ class Run:
     samples: Series | None = None  # consumed samples by iteration
     gradient_norms: Series | None = None  # before clipping, finite ones; None if not recorded
     seconds: float = math.nan  # per iteration: median over the run's second half; NaN if not recorded
-    texts: Mapping[str, TextLoss] = field(default_factory=dict)  # by a text's name; empty without evaluation.json
+    texts: Mapping[str, TextLoss] = field(default_factory=dict)  # of a finished run, by a text's name
     record: Mapping[str, Any] = field(default_factory=dict)  # run.json; empty without it
     sweep: str | None = None  # names in the sweep, down to ``variant``
     model: str = "model"
@@ -197,11 +192,11 @@ def find_runs(paths: Sequence[str], diverged_rise: float, scratch: Path | None =
             notes.append(f"{cell.place} was named twice and counts once")
     if not runs:
         raise UserError(f"no run in {', '.join(paths)}; name folders that pretrain_gpt.py or a sweep has written")
-    return list(runs.values()), notes
+    return _with_text_names(list(runs.values())), notes
 
 
 def read_run(cell: Run, diverged_rise: float, say: Callable[[str], None]) -> Run:
-    """``cell`` completed from its folder's files; ``say`` is called with what was dropped of these."""
+    """``cell`` completed from its folder's files, texts by path; ``say`` is called with what was dropped of these."""
     folder = cell.folder
 
     def tell(message: str) -> None:
@@ -226,7 +221,6 @@ def read_run(cell: Run, diverged_rise: float, say: Callable[[str], None]) -> Run
         seed=options.get("seed", cell.seed),
         model=cell.model if cell.sweep else Path(options.get("config") or "gpt").stem,
         record=record,
-        texts=_texts(folder, tell),
     )
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
@@ -247,10 +241,15 @@ def read_run(cell: Run, diverged_rise: float, say: Callable[[str], None]) -> Run
     if not len(samples[0]):
         at = np.arange(1, curve.last_iteration + 1, dtype=np.int64)
         samples = (at, at.astype(np.float64) * float(options.get("global_batch_size", math.nan)))
+    texts: dict[str, TextLoss] = {}
+    if status is Status.FINISHED:
+        path = folder / EVALUATION
+        texts = read_scores(_json(path, {}, tell), options["train_iters"], lambda words: tell(f"{path}: {words}"))
     return replace(
         cell,
         status=status,
         why=why,
+        texts=texts,
         curve=curve,
         samples=samples,
         gradient_norms=_finite(columns[NORM]),
@@ -347,32 +346,39 @@ def _exit(folder: Path, say: Callable[[str], None]) -> str:
     return f"; its process ended with exit code {cell['exit_code']}" if cell.get("exit_code") else ""
 
 
-def _texts(folder: Path, say: Callable[[str], None]) -> dict[str, TextLoss]:
-    """Losses in evaluation.json under the checkpoint's own recipe, by the texts' names; empty if missing or damaged."""
-    content = _json(folder / EVALUATION, {}, say)
-    found: dict[str, TextLoss] = {}
-    try:
-        for each in content.get("evaluations", [content] if content else []):
-            if each["recipe"] != each["trained_under"]:
-                continue
-            scores = dict(zip(text_names(list(each["data"])), each["data"].values()))
-            scores |= {"WikiText": each["wikitext"]} if "wikitext" in each else {}
-            for name, score in scores.items():
-                found[name] = TextLoss(float(score["loss"]), float(score.get("bits_per_byte", math.nan)))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        say(f"{folder / EVALUATION}: dropped, no scores of megatron-lowprec eval ({type(error).__name__})")
-        return {}
-    return found
+def _with_text_names(runs: Sequence[Run]) -> list[Run]:
+    """The runs with losses by names that tell, over all runs, which text was scored and how.
+
+    An archive's numbers of folders mean nothing in another one. So its paths compare by what follows the number, and
+    where it has two of these by the archive as well.
+    """
+    scored = [
+        (number, run.source.archive if run.source else None, path, loss)
+        for number, run in enumerate(runs)
+        for path, loss in run.texts.items()
+    ]
+    bare = {(each, path): _NUMBERED.sub("FOLDER", path) if each else path for _, each, path, _ in scored}
+    times = Counter((archive, path) for (archive, _), path in bare.items())
+    places = {key: path if times[key[0], path] == 1 else f"{key[0]}/{key[1]}" for key, path in bare.items()}
+    paths = list(dict.fromkeys(places.values()))
+    names = dict(zip(paths, text_names(paths), strict=True))
+    shared: dict[str, set[str]] = {}
+    for _, archive, path, loss in scored:
+        place = places[archive, path]
+        shared[place] = shared.get(place, {*loss.how}).intersection(loss.how)
+    texts: list[dict[str, TextLoss]] = [{} for _ in runs]
+    for number, archive, path, loss in scored:
+        place = places[archive, path]
+        texts[number][", ".join([names[place], *(way for way in loss.how if way not in shared[place])])] = loss
+    return [replace(run, texts=losses) for run, losses in zip(runs, texts, strict=True)]
 
 
 def text_names(paths: Sequence[str]) -> list[str]:
-    """Names of texts by the ends of their paths, as long as it takes to tell them apart."""
+    """Names of texts by the ends of their paths, each as long as it takes to tell it from the others."""
     parts = [Path(_TEXT_SUFFIX.sub("", path)).parts for path in paths]
-    for length in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(each[-length:]) for each in parts]
-        if len(set(names)) == len(names):
-            return names
-    return list(paths)
+    ends = [["/".join(each[-length:]) for length in range(1, len(each) + 1)] for each in parts]
+    times = Counter(end for each in ends for end in each)
+    return [next((end for end in each if times[end] == 1), path) for each, path in zip(ends, paths, strict=True)]
 
 
 def _json(path: Path, kinds: Mapping[str, tuple[type, ...]], say: Callable[[str], None]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_lowprec.report.curve import Status
 from megatron_lowprec.report.groups import Group
 from megatron_lowprec.report.runs import Run
 from megatron_lowprec.report.statistics import BLOCKS, FEWEST, NONE, PRIOR, Fit
-from megatron_lowprec.report.verdict import Outcome, Verdict
+from megatron_lowprec.report.verdict import Outcome, Verdict, constant
 from megatron_lowprec.text_tables import plain_table
 
 _FIFTHS = ("first", "second", "third", "fourth", "last")
@@ -85,13 +85,16 @@ def text_columns(groups: Sequence[Group]) -> list[str]:
 
 
 def _by_text(runs: Sequence[Run], columns: Sequence[str]) -> dict[str, str]:
-    """Mean over the runs in each of these columns."""
+    """Mean over the seeds in each of these columns."""
     cells = {}
     for column in columns:
         name, _, unit = column.rpartition("\n")
-        losses = [run.texts[name] for run in runs if name in run.texts]
-        values = [loss.nats if unit == _NATS else loss.bits for loss in losses]
-        cells[column] = number(float(np.mean(values)) if values else math.nan, 4)
+        by_seed: dict[Hashable, list[float]] = {}
+        for run in (run for run in runs if name in run.texts):
+            loss = run.texts[name]
+            by_seed.setdefault(run.block, []).append(loss.nats if unit == _NATS else loss.bits)
+        means = [np.mean(values) for values in by_seed.values()]
+        cells[column] = number(float(np.mean(means)) if means else math.nan, 4)
     return cells
 
 
@@ -233,6 +236,11 @@ def _noise(group: Group, fit: Fit | None, confidence: float) -> list[str]:
             "recipes can be told from chance."
         ]
     if not fit.known:
+        first, *others = group.finished
+        alike = [f"{label} and {first} are {words}" for label in others if (words := constant(fit, label, first))]
+        if alike:
+            said = "; ".join(alike)
+            return [f"Under every seed {said}. No noise is left to measure, and more seeds would show the same."]
         return [
             "Runs of different seeds ended with equal losses to the last bit: copies, not seeds. Nothing is resolved."
         ]

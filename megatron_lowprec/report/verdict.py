@@ -7,17 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from megatron_lowprec.report.amounts import DASH, amount, share, signed
-from megatron_lowprec.report.claims import (
-    LOSS,
-    QUANTITIES,
-    RELATIONS,
-    Claim,
-    Claims,
-    Rules,
-    Scale,
-    Test,
-)
+from megatron_lowprec.report.amounts import DASH, amount, decimals, share, signed
+from megatron_lowprec.report.claims import LOSS, QUANTITIES, RELATIONS, Claim, Claims, Rules, Scale, Test
 from megatron_lowprec.report.curve import Status
 from megatron_lowprec.report.groups import Group, differing_options
 from megatron_lowprec.report.statistics import PRIOR, Difference, Fit
@@ -188,7 +179,8 @@ def _finding(test: Test, claim: Claim, group: Group, claims: Claims) -> Finding:
     seeds = group.shared_seeds(left, right)
     for label in (left, right):
         if not any(each == label for each, _ in results) and not _diverged(group, label, test):
-            return Finding(test, Held.MISSING, f"no run of {label} came far enough")
+            lacking = ", with half of its training losses finite" if test.over else ""
+            return Finding(test, Held.MISSING, f"no run of {label} came far enough{lacking}")
     name = f"{left} less {right}"
     reason = group.unpaired(left, right)
     if reason is not None:
@@ -211,13 +203,16 @@ def _finding(test: Test, claim: Claim, group: Group, claims: Claims) -> Finding:
     smallest = claim.smallest_difference.value
     held = decide(test.relation, test.threshold, interval, smallest)
     measured = convert(difference.value)
+    alike = constant(fit, left, right)
     how = "paired" if {left, right} & {*fit.aside} else fit.method
-    unjudged = f"{name}: {_number(measured, test)}, {_basis(difference, fit, claims.rules, convert, test, how)}"
+    unjudged = f"{name}: {_number(measured, test)}, {_basis(difference, fit, claims.rules, convert, test, how, alike)}"
     unjudged += _diverged_words(diverged)
     words = f"{unjudged}; {_relation(test)}: {held.value}"
     needed, alone = None, None
     if held is Held.OPEN and any(diverged.values()):
         words += "; diverged runs leave the difference without a bound, which more seeds do not mend"
+    elif held is Held.OPEN and alike:
+        words += "; more seeds would show the same"
     elif held is Held.OPEN:
         needed, alone, reason = _needed(test, smallest, fit, difference, (left, right))
         words += f"; {reason}"
@@ -289,14 +284,25 @@ def _in_nats(value: float, quantity: str, right: float) -> float:
     return math.log1p(value / math.exp(right)) if quantity == "perplexity" else value
 
 
+def constant(fit: Fit, left: str, right: str) -> str:
+    """How two recipes compare if their difference is the same under seeds that differ, else empty."""
+    gap = fit.difference(left, right).value
+    differ = any(round(fit.deviation(label), 9) > 0 for label in (left, right))
+    if fit.known or not fit.dof or not differ or math.isnan(gap):
+        return ""
+    return "equally far apart" if round(gap, 9) else "equal bit for bit"
+
+
 def _basis(
-    difference: Difference, fit: Fit, rules: Rules, convert: Callable[[float], float], test: Test, how: str
+    difference: Difference, fit: Fit, rules: Rules, convert: Callable[[float], float], test: Test, how: str, alike: str
 ) -> str:
     seeds = "{} and {} seeds".format(*difference.counts)
     if difference.error is None:
         reason = "their losses are equal to the last bit" if fit.dof > 0 else "no recipe has two to pair"
         if fit.known:
             reason = "a recipe that scatters more needs two pairs of its own"
+        elif alike:
+            reason = f"{alike} under each"
         return f"of unknown uncertainty ({seeds}; {reason})"
     low, high = (_number(convert(end), test, unit=False) for end in difference.interval)
     noise = "a prior standard deviation" if fit.method == PRIOR else f"{difference.dof:.0f} degrees of freedom"
@@ -305,9 +311,9 @@ def _basis(
 
 
 def _relation(test: Test, unit: str = "") -> str:
-    decimals = 3 if test.quantity in ("validation_loss", "training_loss") else 2
+    shown = decimals(3 if test.quantity in ("validation_loss", "training_loss") else 2, test.threshold)
     over = f" over {test.over[0]:.0%} to {test.over[1]:.0%} of the run" if test.over else ""
-    return f"{RELATIONS[test.relation]} {test.threshold:.{decimals}f}{unit}{over}"
+    return f"{RELATIONS[test.relation]} {test.threshold:.{shown}f}{unit}{over}"
 
 
 def _amount(value: float, test: Test) -> str:
@@ -315,8 +321,8 @@ def _amount(value: float, test: Test) -> str:
 
 
 def _number(value: float, test: Test, unit: bool = True) -> str:
-    decimals = 4 if test.quantity in ("validation_loss", "training_loss") else 2
-    return signed(value, decimals) + (f" {QUANTITIES[test.quantity]}" if unit else "")
+    shown = decimals(4 if test.quantity in ("validation_loss", "training_loss") else 2, test.threshold)
+    return signed(value, shown) + (f" {QUANTITIES[test.quantity]}" if unit else "")
 
 
 def _diverged_words(diverged: dict[str, int]) -> str:

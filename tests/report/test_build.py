@@ -183,6 +183,22 @@ def test_many_overrides_are_listed_once(tmp_path: Path, capsys: pytest.CaptureFi
     assert "gap to mxfp8+6 overrides-" in capsys.readouterr().out
 
 
+def test_recipes_of_one_name_are_explained_and_may_be_the_reference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "mxfp4_rht")]
+    runs.append(write_run(tmp_path / "c", "mxfp4_rht", overrides=("dgrad.hadamard.block=32",)))
+    config = runs[-1] / "config.yaml"
+    config.write_text(config.read_text().replace("name: mxfp4_rht+dgrad.hadamard.block=32", "name: mxfp4_rht"))
+    out = tmp_path / "out"
+    assert report.main([*map(str, runs), "--out", str(out), "--reference", "mxfp4_rht (2)"]) == 0
+    said = capsys.readouterr().out
+    assert "gap to mxfp4_rht (2)" in said
+    assert "  mxfp4_rht (2): mxfp4_rht, which differs from the first in dgrad" in said
+    found = build(find_runs([str(runs[-1]), str(runs[1])], 0.5)[0], [], load_claims(report.CLAIMS), "bf16", "a test")
+    assert [row[1] for row in tables.all_runs(found.runs).rows] == ["mxfp4_rht", "mxfp4_rht (2)"]
+
+
 def test_options_of_models_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = {"config": "configs/models/gpt_tiny.yaml", "num_layers": 2, "hidden_size": 256}
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", options={"lr": 3e-4})]

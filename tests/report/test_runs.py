@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.report.archives.packing import write_archive
 from megatron_lowprec.report.curve import Curve, Status, how_it_ended
 from megatron_lowprec.report.groups import group_runs
 from megatron_lowprec.report.runs import Run, find_runs
@@ -115,6 +116,50 @@ def test_losses_by_text_are_those_under_the_own_recipe(tmp_path: Path) -> None:
         assert list(run.texts) == ["docs-test", "wiki", "WikiText"]
         assert [loss.nats for loss in run.texts.values()] == [3.5, 4.2, 4.4]
         assert [loss.bits for loss in run.texts.values()] == pytest.approx([math.nan, 1.3, 1.4], nan_ok=True)
+
+
+def scored(folder: Path, paths: Sequence[str], **how: Any) -> None:
+    content = score("mxfp8", data={path: {"loss": 3.0, "tokens": 99} for path in paths}, **how)
+    (write_run(folder, "mxfp8") / "evaluation.json").write_text(json.dumps(content))
+
+
+def test_texts_are_told_apart_over_all_runs(tmp_path: Path) -> None:
+    """By their paths, and by windows and strides; a run scored on one of two texts has the names of the others."""
+    scored(tmp_path / "a", ["/d/news/test.jsonl", "/d/wiki/test.jsonl"], window=1024, stride=1024)
+    scored(tmp_path / "b", ["/d/news/test.jsonl"], window=1024, stride=64)
+    scored(tmp_path / "c", ["/d/wiki/test.jsonl"], window=1024, stride=1024)
+    found = find_runs([str(tmp_path / "*")], 0.5)[0]
+    assert [list(run.texts) for run in found] == [
+        ["news/test, stride 1024", "wiki/test"],
+        ["news/test, stride 64"],
+        ["wiki/test"],
+    ]
+
+
+def test_texts_of_several_archives_are_equal_if_the_rest_of_a_path_is(tmp_path: Path) -> None:
+    archives = [str(tmp_path / f"{name}.safetensors.xz") for name in "abc"]
+    for archive, paths in zip(archives, (["/d/x.jsonl"], ["/e/y.jsonl", "/d/x.jsonl"], ["/d/x.jsonl", "/e/x.jsonl"])):
+        scored(tmp_path / Path(archive).name[0], paths)
+        write_archive(Path(archive), find(tmp_path / Path(archive).name[0]), print)
+    first, second = find_runs(archives[:2], 0.5, new(tmp_path / "1"))[0]
+    assert (list(first.texts), list(second.texts)) == (["x"], ["y", "x"])
+    first, third = find_runs(archives[::2], 0.5, new(tmp_path / "2"))[0]
+    assert (list(first.texts), list(third.texts)) == (["FOLDER/x"], ["FOLDER1/x", "FOLDER2/x"])
+
+
+def new(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_scores_of_another_iteration_are_named_and_dropped(tmp_path: Path) -> None:
+    scored(tmp_path / "old", ["a"], iteration=100)
+    scored(tmp_path / "last", ["a"], iteration=400)
+    runs, notes = find_runs([str(tmp_path / "*")], 0.5)
+    assert [list(run.texts) for run in runs] == [["a"], []]
+    assert len(notes) == 1
+    words = "dropped, scores of iteration 100: the run ended at 400; score that checkpoint"
+    assert notes[0].endswith(f"old/evaluation.json: {words}")
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,21 @@
 """Tables of runs and of claims: their rows, columns and widths."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_lowprec.commands import report_page as report
 from megatron_lowprec.report import tables
+from megatron_lowprec.report.amounts import share
 from megatron_lowprec.report.build import build
-from megatron_lowprec.report.claims import load_claims
+from megatron_lowprec.report.claims import Published, load_claims
 from megatron_lowprec.report.groups import group_runs
+from megatron_lowprec.report.published.figures import published_difference
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.statistics import Fit
+from tests.report.judging import groups
 from tests.report.synthetic import add_cells, cell, write_run, write_sweep
 
 
@@ -34,6 +38,28 @@ def test_the_table_has_a_column_for_each_text(tmp_path: Path) -> None:
     assert [rows[name]["seeds\nfinished"] for name in rows] == ["2 of 2", "2 of 2, 1 scored", "2 of 2"]
     several = tables.all_groups([group], {group.name: fit}, 0.95)
     assert set(columns) <= set(several.columns)
+
+
+def test_a_repeated_seed_counts_once_in_the_mean_of_a_text(tmp_path: Path) -> None:
+    for name, seed, loss in (("a", 1, 2.0), ("b", 1, 2.0), ("c", 2, 4.0)):
+        own = {"recipe": "r", "trained_under": "r", "data": {"t.jsonl": {"loss": loss}}}
+        (write_run(tmp_path / name, "bf16", seed, loss) / "evaluation.json").write_text(json.dumps(own))
+    (group,) = groups(*tmp_path.iterdir())
+    table = tables.quality(group, Fit(group.final_losses(), 0.95), 0.95)
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (row["validation loss\nnats"], row["t\nnats"]) == ("3.0000", "3.0000")
+
+
+def test_shares_round_to_a_half_only_from_a_half_on() -> None:
+    shares = (0.02, 0.39, 0.4, 0.499, 0.5, 0.73, 1.0, 2.5)
+    words = ["1/50", "1/3", "0.4 of it", "0.49 of it", "0.5 of it", "0.73 of it", "1 of it", "2.5 times"]
+    assert list(map(share, shares)) == words
+
+
+def test_published_numbers_are_shown_as_printed() -> None:
+    row = Published("validation_loss", "mxfp4", "bf16", (3.4376, 3.4293), 51, 26, "Table 1")
+    assert published_difference(row).startswith("mxfp4 3.4376, bf16 3.4293: +0.0083 nats, +0.8% of perplexity")
+    assert published_difference(replace(row, values=(3.4, 3.25))).startswith("mxfp4 3.40, bf16 3.25: +0.15 nats")
 
 
 def test_the_table_fits_a_terminal(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lowprec.report import tables
 from megatron_lowprec.report.statistics import Fit
 from megatron_lowprec.report.verdict import Held, Outcome, decide
 from tests.report.judging import NEAR, claims, gap_is, groups, judged
@@ -60,6 +61,28 @@ def test_copies_are_no_seeds(tmp_path: Path) -> None:
     verdict = judged(claims(tmp_path, gap_is()), sweep)
     assert verdict.outcome is Outcome.OPEN
     assert "equal to the last bit" in verdict.findings[0].words
+
+
+@pytest.mark.parametrize(("apart", "words"), [(0.0, "equal bit for bit"), (0.0625, "equally far apart")])
+def test_recipes_that_seeds_do_not_tell_apart_are_no_copies(tmp_path: Path, apart: float, words: str) -> None:
+    seeds = [3.5, 3.625, 3.75, 3.875, 4.0]
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": seeds, "mxfp4": [each + apart for each in seeds]})
+    verdict = judged(claims(tmp_path, gap_is("within", 0.03)), sweep)
+    (finding,) = verdict.findings
+    assert (finding.held, finding.seeds, finding.seeds_alone) == (Held.OPEN, None, None)
+    assert f"of unknown uncertainty (5 and 5 seeds; {words} under each)" in finding.words
+    assert finding.words.endswith("; more seeds would show the same")
+    (group,) = groups(sweep)
+    assert tables.resolution(group, Fit(group.final_losses(), 0.95), 0.95) == [
+        f"Under every seed mxfp4 and bf16 are {words}. No noise is left to measure, and more seeds would show the same."
+    ]
+
+
+def test_a_threshold_is_shown_in_full(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": [3.5, 3.6, 3.7], "mxfp4": [3.5018, 3.60181, 3.7018]})
+    verdict = judged(claims(tmp_path, gap_is("at_most", 0.0015)), sweep)
+    assert verdict.findings[0].words.endswith("at most 0.0015: fails")
+    assert verdict.margin.startswith("at most 0.0015 nats a token")
 
 
 def test_a_slow_start_is_seen_in_the_training_loss(tmp_path: Path) -> None:

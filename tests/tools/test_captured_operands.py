@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.lab import experiment
 from megatron_lowprec.lab.captured import captured_products, operand_error, recipe_diff
 from megatron_lowprec.linear.backends import resolved
-from megatron_lowprec.linear.capture_file import Capture, write_capture
+from megatron_lowprec.linear.capture_file import Capture, RankOf, write_capture
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -152,6 +153,22 @@ def test_both_commands_on_files(tmp_path: Path) -> None:
     assert [row["one-0"] for row in compared] == [row["one"] for row in own]
     assert all(row["one-0"] != row["one-1"] for row in compared)
     assert (out / "recipe-diff.png").is_file()
+
+
+def test_captures_of_one_linear_are_told_apart(tmp_path: Path) -> None:
+    """By step and rank, and by a number if these are equal; their mean counts the linear once."""
+    files, capture = list[str](), capture_of("mxfp8")
+    captured = {"step 7": {}, "step 8": {"iteration": 8}, "step 7, tp 1 of 2": {"tensor_parallel": RankOf(1, 2)}}
+    for at, changes in enumerate([*captured.values(), {"iteration": 8}]):
+        (tmp_path / str(at)).mkdir()
+        files.append(str(write_capture(tmp_path / str(at), replace(capture, **changes))))
+    result = recipe_diff.run(experiment.Lab(torch.device("cpu"), 0), ["mxfp8", "mxfp8_ocp", *files], [], 2)
+    found = {table.name: table for table in result.tables}
+    for name in ("compared", "products", "operands"):
+        assert list(dict.fromkeys(row["captured"] for row in found[name].rows)) == [*captured, "step 8 (2)"]
+        assert [column.key for column in found[name].columns][:2] == ["linear", "captured"]
+    assert len([row for row in found["compared"].rows if row["what"] == "product"]) == 4 * len(GEMM_OPERANDS)
+    assert {row["count"] for row in found["layers"].rows} == {1}
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_blockwise", "fp8_rowwise"])

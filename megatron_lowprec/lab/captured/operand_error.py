@@ -8,6 +8,7 @@ B + V / n.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,11 +64,26 @@ def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) 
     if not arguments:
         raise UserError("operand-error was asked without a file; name files that --capture-step wrote")
     chosen: list[LinearRecipe] = [load_recipe(name) for name in recipes]
-    rows: list[Row] = []
-    for capture in captures(arguments, lab.device):
-        for recipe in chosen or [capture.recipe]:
-            rows += error_rows(capture, recipe, draws)
-    return error_result(rows, draws)
+    return error_result(rows_of(arguments, chosen, draws, lab.device), draws)
+
+
+def rows_of(files: Sequence[str], recipes: Sequence[LinearRecipe], draws: int, device: torch.device) -> list[Row]:
+    """``error_rows`` of each file and recipe, by default the file's own.
+
+    If several files hold one linear, rows have ``captured`` as well: step and ranks, numbered where these are equal.
+    """
+    found: list[tuple[str, str, list[Row]]] = []
+    times = Counter[tuple[str, str]]()
+    for capture in captures(files, device):
+        path, places = capture.linear_id.path, (("tp", capture.tensor_parallel), ("dp", capture.data_parallel))
+        parts = [f"step {capture.iteration}", *(f"{kind} {at.rank} of {at.size}" for kind, at in places if at.size > 1)]
+        name = ", ".join(parts)
+        times[path, name] += 1
+        number = times[path, name]
+        rows = [row for recipe in recipes or [capture.recipe] for row in error_rows(capture, recipe, draws)]
+        found.append((path, name if number == 1 else f"{name} ({number})", rows))
+    several = len(found) > len({path for path, *_ in found})
+    return [{**row, "captured": name} if several else row for _, name, rows in found for row in rows]
 
 
 def captures(files: Sequence[str], device: torch.device) -> Iterator[Capture]:
@@ -81,7 +97,7 @@ def captures(files: Sequence[str], device: torch.device) -> Iterator[Capture]:
 def error_result(
     rows: Sequence[Row], draws: int, tables: Sequence[Table] = (), title: str = "Error of captured operands"
 ) -> Result:
-    """Result of ``error_rows``, behind other tables; UserError if no recipe quantizes any of the layers."""
+    """Result of ``rows_of``, behind other tables; UserError if no recipe quantizes any of the layers."""
     if not rows:
         raise UserError("no recipe that was asked quantizes a GEMM of these layers; name one that does by --recipes")
     notes = (
@@ -94,13 +110,14 @@ def error_result(
     )
     products = [row for row in rows if row["what"] == "product"]
     shown = products
-    if len({row["linear"] for row in products}) > 1:
+    if len({linear_of(row) for row in products}) > 1:
         shown = layer_means(products)
         tables = [*tables, Table("layers", "products, mean over the linears", LAYER_COLUMNS, shown)]
+    columns = with_captured(COLUMNS, rows)
     tables = [
         *tables,
-        Table("products", "products", COLUMNS, products),
-        Table("operands", "operands", COLUMNS, [row for row in rows if row["what"] != "product"]),
+        Table("products", "products", columns, products),
+        Table("operands", "operands", columns, [row for row in rows if row["what"] != "product"]),
     ]
     bars = [
         (gemm, {_bar(row): row["one"] for row in shown if row["gemm"] == gemm})
@@ -111,15 +128,26 @@ def error_result(
     return Result(title, notes, tables, {"": grouped_bars(panels, "SNR of one draw, dB")})
 
 
+def linear_of(row: Row) -> tuple[str, str | None]:
+    """Linear layer of a row, and which of its captures if there are several."""
+    return row["linear"], row.get("captured")
+
+
+def with_captured(columns: Sequence[Column], rows: Sequence[Row]) -> tuple[Column, ...]:
+    """The columns, with that of ``captured`` after the linears' if rows have it."""
+    more = [Column("captured", "captured")] if any("captured" in row for row in rows) else []
+    return (columns[0], *more, *columns[1:])
+
+
 def layer_means(products: Sequence[Row]) -> list[Row]:
-    """A row for each recipe and GEMM: mean relative energy of the error over the linears, and mean size of the slope.
+    """A row for each recipe and GEMM: mean relative energy of the error over all captures, and mean size of the slope.
 
     A shared error that is not resolved counts as 0; ``bias`` is None where no linear's is resolved.
     """
     rows: list[Row] = []
     for recipe, gemm in dict.fromkeys((row["recipe"], row["gemm"]) for row in products):
         of_case = [row for row in products if (row["recipe"], row["gemm"]) == (recipe, gemm)]
-        found: dict[str, Any] = {"recipe": recipe, "gemm": gemm, "count": len(of_case)}
+        found: dict[str, Any] = {"recipe": recipe, "gemm": gemm, "count": len({row["linear"] for row in of_case})}
         for key in ("one", "mean", "bias"):
             energies = [0.0 if row[key] is None else 10.0 ** (-row[key] / 10.0) for row in of_case]
             found[key] = _decibels(len(energies), sum(energies))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.lab.captured.operand_error import captures, error_result, error_rows
+from megatron_lowprec.lab.captured.operand_error import error_result, linear_of, rows_of, with_captured
 from megatron_lowprec.lab.experiment import Lab, Result, Table
 from megatron_lowprec.recipe.explain import describe_operand
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
@@ -40,10 +40,7 @@ def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) 
     title = f"{first.name} and {second.name}"
     if len(arguments) == 2:
         return Result(title, (), [fields], {})
-    rows: list[Row] = []
-    for capture in captures(arguments[2:], lab.device):
-        for recipe in (first, second):
-            rows += error_rows(capture, recipe, draws)
+    rows = rows_of(arguments[2:], (first, second), draws, lab.device)
     return error_result(rows, draws, [fields, comparison(rows, first, second)], title)
 
 
@@ -80,8 +77,8 @@ def comparison(rows: Sequence[Row], first: Recipe, second: Recipe) -> Table:
         other = of[1].get(case)
         if other is not None:
             values = {f"{key}-{at}": each[key] for key in ("one", "mean") for at, each in enumerate((row, other))}
-            found.append({**dict(zip(("linear", "gemm", "what"), case)), **values})
-    columns = [Column(key, key) for key in ("linear", "gemm", "what")]
+            found.append({key: row[key] for key in ("linear", "captured", "gemm", "what") if key in row} | values)
+    columns = [*with_captured([Column(key, key) for key in ("linear", "gemm", "what")], rows)]
     for key, heading in (("one", "one draw"), ("mean", "mean")):
         columns += [
             Column(f"{key}-{at}", f"{heading}, dB\n{recipe.name}", ".2f") for at, recipe in enumerate((first, second))
@@ -89,8 +86,8 @@ def comparison(rows: Sequence[Row], first: Recipe, second: Recipe) -> Table:
     return Table("compared", "SNR of what both recipes quantize", tuple(columns), found)
 
 
-def _case(row: Row) -> tuple[str, str, str]:
-    return row["linear"], row["gemm"], row["what"]
+def _case(row: Row) -> tuple[str, str | None, str, str]:
+    return *linear_of(row), row["gemm"], row["what"]
 
 
 def _whole(recipe: Recipe, name: str) -> str:

@@ -52,9 +52,15 @@ def write_archive(path: Path, runs: Sequence[Run], say: Callable[[str], None]) -
 
 
 def _metrics(path: Path, say: Callable[[str], None]) -> Iterator[Row]:
-    """Rows of a metrics.jsonl with the columns that reports read; the typical time of an iteration at the last one."""
-    for row in read_metrics(path, say):
-        kept = {key: row[key] for key in ("iteration", *COLUMNS) if key in row and key != SECONDS}
+    """Rows of a metrics.jsonl with the columns that reports read; the typical time of an iteration at the last one.
+
+    Archives keep no order between rows of different keys. So every row of a repeated iteration gets its latest values.
+    """
+    rows = list(read_metrics(path, say))
+    latest = {(row["iteration"], key): value for row in rows for key, value in row.items()}
+    for row in rows:
+        at = row["iteration"]
+        kept = {key: latest[at, key] for key in ("iteration", *COLUMNS) if key in row and key != SECONDS}
         if len(kept) > 1:
             yield kept
     if path.is_file():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_lowprec.report.amounts import amount, signed
+from megatron_lowprec.report.amounts import amount, decimals, signed
 from megatron_lowprec.report.claims import QUANTITIES, Claims, Published, Stated
 from megatron_lowprec.report.groups import Group
 
@@ -18,9 +18,10 @@ def published_percent(row: Published) -> float:
 def published_difference(row: Published) -> str:
     """Text with both numbers and their difference."""
     left, right = row.values
+    shown = decimals(2, left, right)
     unit = {"validation_loss": "nats", "perplexity": "perplexity"}.get(row.quantity, QUANTITIES[row.quantity])
     return (
-        f"{row.left} {left:.2f}, {row.right} {right:.2f}: {signed(left - right, 2)} {unit}, "
+        f"{row.left} {left:.{shown}f}, {row.right} {right:.{shown}f}: {signed(left - right, shown)} {unit}, "
         f"{signed(published_percent(row), 1)}% of "
         f"perplexity ({row.where}; {amount(row.parameters)} parameters, {amount(row.tokens)} tokens)"
     )

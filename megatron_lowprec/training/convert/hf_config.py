@@ -37,7 +37,7 @@ def hf_form(config: Config) -> HuggingFace:
         titles = " nor ".join(f"a {form.title}" for form in WRITTEN.values())
         raise UserError(
             f"this model is neither {titles} to Hugging Face: {', '.join(differing[kind])} is not {kind}'s; only those "
-            f"{len(WRITTEN)} can be written"
+            f"{len(WRITTEN)} can be read and written"
         )
     return WRITTEN[kind]
 

@@ -62,7 +62,13 @@ def from_hf_weights(config: Config, tensors: Mapping[str, torch.Tensor], vocab_s
         missing = [name for name in entry.theirs if name not in rest]
         if missing:
             raise UserError(f"the safetensors have no {missing[0]}, which config.json asks for")
-        found[entry.ours] = entry.from_hf([rest.pop(name) for name in entry.theirs]).contiguous()
+        theirs = [rest.pop(name) for name in entry.theirs]
+        try:
+            found[entry.ours] = entry.from_hf(theirs).contiguous()
+        except (RuntimeError, ValueError):  # torch's, of a view that is not possible
+            raise UserError(
+                f"{entry.theirs[0]} has shape {tuple(theirs[0].shape)}, which config.json's heads and sizes do not give"
+            ) from None
     if rest:
         raise UserError(f"the safetensors have tensors that have no place: {', '.join(sorted(rest)[:5])}")
     return found

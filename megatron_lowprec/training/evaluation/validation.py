@@ -24,8 +24,8 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        # Megatron's bound: e^20 already means that the model has learned nothing.
-        return math.exp(min(20.0, self.loss))
+        # Megatron's bound: e^20 already means that the model has learned nothing. ``min`` keeps a NaN that is first.
+        return math.exp(min(self.loss, 20.0))
 
 
 def evaluate(

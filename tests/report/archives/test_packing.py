@@ -64,6 +64,23 @@ def test_the_report_on_an_archive_is_the_one_on_its_folders(sweep: Path, tmp_pat
     assert "/report-" not in page  # the temporary folder
 
 
+def test_the_latest_value_of_a_repeated_iteration_counts_in_an_archive_too(tmp_path: Path) -> None:
+    """The later rows have other keys than the first ones, so an archive keeps them in another table."""
+    folder, archive, scratch = write_run(tmp_path / "run"), tmp_path / "a.safetensors.xz", tmp_path / "out"
+    scratch.mkdir()
+    metrics = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    later = [row for row in rows if row["iteration"] > 350 and "lm loss" in row]
+    again = [{**row, "grad-norm": 1.0, "lm loss": row["lm loss"] + 0.1} for row in later]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows + again))
+    (run,), _ = find_runs([str(folder)], 0.5)
+    write_archive(archive, [run], print)
+    (packed,), _ = find_runs([str(archive)], 0.5, scratch)
+    assert run.curve is not None
+    assert packed.curve is not None
+    assert packed.curve.final_train == run.curve.final_train
+
+
 def test_an_archive_is_reproducible_and_has_what_reports_need(sweep: Path, tmp_path: Path, capsys: Capture) -> None:
     archives = [tmp_path / f"{name}.safetensors.xz" for name in ("a", "b", "c")]
     reported(capsys, sweep, "--out", tmp_path / "out", "--archive", archives[0])

@@ -112,7 +112,7 @@ def test_runs_shorter_for_their_size_than_the_claim_do_not_count(tmp_path: Path)
     said = found(tmp_path, {20: (-0.5, 0.08, 0.09)})
     assert said.said is Said.SUPPORTED
     sizes, numbers = said.words[2:]
-    assert sizes == "20 parameters for 100, 1/5; up to 400 tokens for 1K, 1/2; at 10, 20 tokens a parameter"
+    assert sizes == "20 parameters for 100, 1/5; up to 400 tokens for 1K, 0.4 of it; at 10, 20 tokens a parameter"
     assert numbers == "mxfp4 less bf16: +0.0800, +0.0900 nats a token; above 0.03: holds"
     assert said.words[0].startswith("one seed each")
     assert said.words[1] == "a synthetic ladder: all is equal"

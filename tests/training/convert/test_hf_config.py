@@ -66,6 +66,7 @@ def test_second_names_of_keys_are_read() -> None:
     assert from_hf_config({"model_type": "mixtral", "num_experts": 4})["num_experts"] == 4
 
 
+LENGTH = "original_max_position_embeddings"
 MIXTRAL_JSON: dict[str, Any] = {"model_type": "mixtral", "num_attention_heads": 16}
 
 
@@ -101,6 +102,24 @@ def test_a_latent_of_queries_is_absent_only_by_null() -> None:
 )
 def test_the_plain_rope_is_read_in_every_spelling(kind: str, rope: dict[str, Any], base: int) -> None:
     assert from_hf_config({"model_type": kind, **rope})["rotary_base"] == base
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("beside", "inside", "found"),
+    [({}, {}, 2048), ({}, {LENGTH: 512}, 512), ({LENGTH: 256}, {LENGTH: 512}, 256), ({LENGTH: 256}, {}, 256)],
+)
+def test_the_length_before_a_scaling_is_transformers_own(
+    beside: dict[str, Any], inside: dict[str, Any], found: int
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 0.0, **inside}
+    about = {"model_type": "llama", "max_position_embeddings": 2048, **beside}
+    assert from_hf_config({**about, "rope_scaling": yarn})["yarn_original_max_position_embeddings"] == found
+    with refused(f"rope of type 'llama3' with {LENGTH} {found}; Megatron-core's has 8192"):
+        from_hf_config({**about, "rope_scaling": {**LLAMA3, **inside}})
+    assert from_hf_config({**about, "rope_scaling": LLAMA3, LENGTH: 8192})["rope_scaling_factor"] == 4
 
 
 @pytest.mark.parametrize(
@@ -177,9 +196,7 @@ def test_weights_that_are_not_those_of_the_config_are_refused(change: dict[str, 
         from_hf_weights(tiny(), tensors, 5, 5)
 
 
-def test_values_beyond_the_written_dtype_are_refused() -> None:
-    """Half precision ends at 65504."""
-    config = tiny()
+def weights_of_tiny() -> dict[str, torch.Tensor]:
     hf = {"transformer.wte.weight": torch.ones(5, 8), "transformer.wpe.weight": torch.ones(4, 8)}
     for norm in ("h.0.ln_1", "h.0.ln_2", "ln_f"):
         hf |= {f"transformer.{norm}.{part}": torch.ones(8) for part in ("weight", "bias")}
@@ -188,6 +205,18 @@ def test_values_beyond_the_written_dtype_are_refused() -> None:
             f"transformer.h.0.{name}.weight": torch.ones(width, out),
             f"transformer.h.0.{name}.bias": torch.ones(out),
         }
+    return hf
+
+
+def test_weights_of_other_heads_are_refused() -> None:
+    name = "transformer.h.0.attn.c_attn.weight"
+    with refused(f"{name} has shape (8, 25), which config.json's heads and sizes do not give"):
+        from_hf_weights(tiny(), weights_of_tiny() | {name: torch.ones(8, 25)}, 5, 5)
+
+
+def test_values_beyond_the_written_dtype_are_refused() -> None:
+    """Half precision ends at 65504."""
+    config, hf = tiny(), weights_of_tiny()
     weights = from_hf_weights(config, hf, 5, 5)
     assert all(torch.equal(t, hf[name].half()) for name, t in to_hf_weights(config, weights, 5, torch.float16).items())
     weights["decoder.final_layernorm.bias"][3] = 70000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_lowprec.training.models.gpt2.architecture import GPT2
 from megatron_lowprec.training.models.sizes import has_experts, num_parameters
 from tests.training.conftest import Drive
 from tests.training.convert.models import LLAMA as LLAMA_OPTIONS
-from tests.training.helpers import argv
+from tests.training.helpers import argv, losses
 
 LLAMA = {name: value for name, value in LLAMA_OPTIONS.items() if name in Config.__dataclass_fields__}
 
@@ -67,12 +68,18 @@ def test_layers_with_experts(asked: str, layers: list[bool]) -> None:
         assert [bool(number) for number in eval(asked)] == layers
 
 
-@pytest.mark.parametrize("asked", ["0", "x", "[0]*3", "[2]*4", "__import__('os')"])
+@pytest.mark.parametrize("asked", ["0", "x", "[0]*3", "[1]*9999999999999", "[2]*4", "__import__('os')"])
 def test_other_patterns_are_refused(asked: str) -> None:
     with pytest.raises(UserError, match=r"--moe-layer-freq .*--num-layers 4 .*\(\[0\]\*1\+\[1\]\*3\)"):
         layers_with_experts(
             Config(num_layers=4, hidden_size=8, num_attention_heads=1, seq_length=8, moe_layer_freq=asked)
         )
+
+
+def test_experts_of_swiglu_with_biases_train(drive: Drive) -> None:
+    """Megatron-core has no fused kernel of them."""
+    drive(argv(swiglu=True, num_experts=4, train_iters=1, save="out"))
+    assert len(losses(Path("out"))) == 1
 
 
 def test_another_architecture_needs_its_parts_alone(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,8 @@ def transformer_fields(config: Config) -> dict[str, Any]:
     same = {name: getattr(config, name) for name in options_in(*Part, groups=(MoeOptions,)) if name not in _OURS}
     return mlp.transformer_fields(config) | {
         **same,
-        "bias_activation_fusion": config.swiglu,  # bias + GELU is not fused for experts
+        # Megatron-core fuses for experts neither GELU with a bias nor SwiGLU with one
+        "bias_activation_fusion": config.swiglu and config.disable_bias_linear,
         "num_moe_experts": config.num_experts,
         "expert_tensor_parallel_size": 1 if config.expert_model_parallel_size > 1 else None,
         # a list has Megatron-core name each layer's tensors on their own in checkpoints

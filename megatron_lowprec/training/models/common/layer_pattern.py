@@ -20,14 +20,15 @@ def layers_with_experts(config: Config) -> list[bool]:
     if asked.isdecimal() and int(asked) > 0:
         return [layer % int(asked) == 0 for layer in range(layers)]
     terms = [_TERM.fullmatch(term) for term in asked.removeprefix("(").removesuffix(")").split("+")]
-    pattern = [digit == "1" for term in terms if term for digit in term[1].split(",") * int(term[2] or 1)]
-    if None in terms or len(pattern) != layers:
-        found = "no such pattern" if None in terms else f"a pattern of {len(pattern)} layers"
+    parts = [(term[1].split(","), int(term[2] or 1)) for term in terms if term]
+    length = sum(len(digits) * times for digits, times in parts)  # before a list that memory may not hold
+    if None in terms or length != layers:
+        found = "no such pattern" if None in terms else f"a pattern of {length} layers"
         raise UserError(
             f"--moe-layer-freq {config.moe_layer_freq} is {found}; give a number, or a pattern of --num-layers "
             f"{layers} zeros (dense) and ones (experts), such as ([0]*1+[1]*{layers - 1})"
         )
-    return pattern
+    return [digit == "1" for digits, times in parts for digit in digits * times]
 
 
 def canonical_pattern(config: Config) -> str:

@@ -68,13 +68,15 @@ def from_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {"rotary_base": int(hf["rope_theta"])}
     if kind == "default":
         return options
+    length = "original_max_position_embeddings"  # as transformers has it: beside the rope, in it, or the model's own
+    rope = {**rope, length: hf.get(length) or rope.get(length) or hf["max_position_embeddings"]}
     if kind == "llama3":
         _require(rope, kind, _LLAMA3)
         return options | {"use_rope_scaling": True, "rope_scaling_factor": _number(rope, "factor")}
     if kind == "yarn":
+        rope["mscale_all_dim"] = rope.get("mscale_all_dim") or None  # 0 is none to transformers
         _require(rope, kind, {"attention_factor": None, "truncate": True, "mscale_all_dim": None})
-        before = {"original_max_position_embeddings": hf["max_position_embeddings"], "beta_fast": 32, "beta_slow": 1}
-        found = {**before, **{key: value for key, value in rope.items() if value is not None}}
+        found = {"beta_fast": 32, "beta_slow": 1, **{key: value for key, value in rope.items() if value is not None}}
         return options | {"rope_type": "yarn"} | {name: _number(found, key) for key, name in _YARN.items()}
     raise UserError(f"config.json has rope of type {kind!r}; default, llama3 and yarn can be read")
 

@@ -1,4 +1,6 @@
-"""A whole layer as one operator of ``torch.compile``: of codes, or for debugging of a weight in memory.
+"""A whole layer as one operator of ``torch.compile``: of codes, or of a weight in memory.
+
+The latter is for debugging, and for inputs that data may leave without tokens, which have no graph of their own.
 
 A tensor subclass would be taken apart by the compiler, which does not see the codes as one weight; so the operator
 takes codes and scales. It is for layers without random draws and amax histories: a pure function of x, weight and bias,

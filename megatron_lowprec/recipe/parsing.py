@@ -8,7 +8,6 @@ A recipe file has a base and the fields that differ::
     wgrad: {hadamard: {block: 128}}
 """
 
-import copy
 import dataclasses
 import os
 import sys
@@ -23,7 +22,7 @@ from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from megatron_lowprec.recipe.serialization import (
     build as build,
 )
-from megatron_lowprec.recipe.serialization import check_key, merge, recipe_from_dict, recipe_to_dict
+from megatron_lowprec.recipe.serialization import check_key, copied, merge, recipe_from_dict, recipe_to_dict
 from megatron_lowprec.recipe.serialization import in_current_form as in_current_form
 from megatron_lowprec.recipe.yaml_text import read_yaml_file, read_yaml_text
 from megatron_lowprec.shipped import find
@@ -81,7 +80,8 @@ def overridden(recipe: Recipe, overrides: Sequence[str], written: Mapping[str, A
         raise UserError(f"overrides are {overrides!r}, but must be a list such as [{overrides!r}]")
     data = recipe_to_dict(recipe)
     if written is not None:
-        data = {**copy.deepcopy(written), "summary": recipe.summary, "source": recipe.source}
+        # without the one object that several places of a file with YAML's anchors are
+        data = {**copied(written), "summary": recipe.summary, "source": recipe.source}
     given = set()
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -97,7 +97,21 @@ def overridden(recipe: Recipe, overrides: Sequence[str], written: Mapping[str, A
     if "name" not in given:
         data["name"] = "+".join([data["name"], *overrides])
     _check_new_operands(recipe, data)
-    return _marked_as_changed(recipe_from_dict(data), recipe, given)
+    return _marked_as_changed(_built(data), recipe, given)
+
+
+def _built(data: Mapping[str, Any]) -> Recipe:
+    """The recipe; where only its rules and phases fail, which were right before the overrides, the error says so."""
+    try:
+        return recipe_from_dict(data)
+    except UserError as error:
+        named = [name for name in ("rules", "phases") if data.get(name)]
+        if not named:
+            raise
+        recipe_from_dict({**data, **dict.fromkeys(named)})
+        raise UserError(
+            f"{error}; the overrides change what {' and '.join(named)} of the recipe build on: override these as well"
+        ) from None
 
 
 class UnknownAttributeError(UserError, AttributeError):

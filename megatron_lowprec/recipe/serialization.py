@@ -32,7 +32,7 @@ def recipe_to_dict(recipe: LinearRecipe) -> dict[str, Any]:
 
     Rules and phases are left out if there are none, and hold only what they set.
     """
-    data = _plain(dataclasses.asdict(recipe))
+    data = copied(dataclasses.asdict(recipe))
     for name in _CHANGES:
         data.pop(name, None)
         if changes := [_given(change) for change in getattr(recipe, name, ())]:
@@ -51,11 +51,11 @@ def _given(change: Rule | Phase) -> dict[str, Any]:
     for field in dataclasses.fields(change):
         value = getattr(change, field.name)
         if isinstance(value, GemmSpec):
-            given[field.name] = None if value == GemmSpec() else _plain(dataclasses.asdict(value))
+            given[field.name] = None if value == GemmSpec() else copied(dataclasses.asdict(value))
         elif value and field.name == "rules":
             given["rules"] = [_given(rule) for rule in value]
         elif value != field.default:
-            given[field.name] = _plain(value)
+            given[field.name] = copied(value)
     return given
 
 
@@ -98,7 +98,7 @@ def _gemms_of(name: object, where: str) -> dict[str, Any]:
         gemms = dict.fromkeys(GEMM_OPERANDS, GemmSpec()) if name is None else get_recipe(name).gemms
     except UserError as error:
         raise UserError(f"{where} takes registered recipes, no files: {error}") from None
-    return {gemm: _plain(dataclasses.asdict(spec)) for gemm, spec in gemms.items()}
+    return {gemm: copied(dataclasses.asdict(spec)) for gemm, spec in gemms.items()}
 
 
 def in_current_form(stored: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -109,10 +109,11 @@ def in_current_form(stored: Mapping[str, Any]) -> Mapping[str, Any]:
         return stored
 
 
-def _plain(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """Nested dicts and lists of no common object; tuples become lists."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 _RENAMED = {"tile": "granularity"}  # fields of recipe files, overrides and checkpoints of version 0.1

@@ -198,6 +198,16 @@ def test_an_override_reaches_fields_that_a_file_s_rule_does_not_set(tmp_path: Pa
     assert load_recipe(str(changed), ["dgrad=mxfp8"]).rules[0].dgrad == replace(
         get_recipe("mxfp8").dgrad, hadamard=HadamardSpec(128)
     )
+    written.write_text("base: mxfp4_rht_sr\nphases: [{from_step: 9, dgrad: {weight: {rounding: half_away}}}]\n")
+    with refused("phases[0].dgrad.weight lacks", "the overrides change what phases of the recipe build on"):
+        load_recipe(str(written), ["dgrad.weight=null"])
+
+
+def test_an_override_changes_one_place_of_those_that_a_file_s_anchor_fills() -> None:
+    path, override = "configs/recipes/ufp4.yaml", ["fprop.input.rounding=stochastic"]
+    before, after = load_recipe(path), load_recipe(path, override)
+    assert after.fprop == replace(before.fprop, input=replace(before.fprop.input, rounding="stochastic"))
+    assert (after.dgrad, after.wgrad) == (before.dgrad, before.wgrad)
 
 
 def test_rules_and_phases_that_are_null_are_none() -> None:

@@ -96,18 +96,27 @@ def track(folder: str, iteration: int) -> None:
     _sync(Path(folder))
 
 
-def publish(partial: Path, folder: str, iteration: int, aside: Path | None = None) -> Path:
-    """Rename a written checkpoint to its final name, then point the tracker to it; both steps are atomic.
+def publish(partial: Path, folder: str, iteration: int) -> Path:
+    """``seal`` a written checkpoint and ``place`` it."""
+    seal(partial)
+    return place(partial, folder, iteration)
 
-    Its files get their checksums first: nothing is written into it afterwards. A checkpoint that it replaces is renamed
-    to ``aside``, or removed.
-    """
-    final = iteration_folder(folder, iteration)
-    replaced = final.with_name(final.name + _REPLACED)
+
+def seal(partial: Path) -> None:
+    """Give the files of a checkpoint their checksums, and sync them: nothing is written into it afterwards."""
     checksums.write(partial)
     for path in partial.iterdir():
         _sync(path)
     _sync(partial)
+
+
+def place(partial: Path, folder: str, iteration: int, aside: Path | None = None) -> Path:
+    """Rename a checkpoint to its final name, then point the tracker to it; both steps are atomic.
+
+    A checkpoint that it replaces is renamed to ``aside``, or removed.
+    """
+    final = iteration_folder(folder, iteration)
+    replaced = final.with_name(final.name + _REPLACED)
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)

@@ -61,11 +61,13 @@ def origin_of(found: Saved | None, config: CheckpointOptions) -> Origin:
 
 
 def publish_own(partial: Path, folder: str, iteration: int, origin: Origin) -> tuple[Path, list[Path]]:
-    """``storage.publish``; returns as well the new names of checkpoints that are not this run's past.
+    """As ``storage.publish``; returns as well the new names of checkpoints that are not this run's past.
 
-    Whenever the process dies, the same command begins from ``origin`` again, or continues from the new checkpoint: the
-    tracker names ``origin`` before any name changes, and a checkpoint that gave its weights alone goes last.
+    These are not renamed before the disk has all of the new one. If the process dies, the same command begins from
+    ``origin`` again, or continues from the new checkpoint: the tracker names ``origin`` before any name changes, and a
+    checkpoint that gave its weights alone goes last.
     """
+    storage.seal(partial)
     present, begun = storage.whole(folder), origin.iteration
     others = [path for number, path in present.items() if not (origin.continued and number <= begun)]
     names = dict(zip(others, free_names(others), strict=True))
@@ -75,7 +77,7 @@ def publish_own(partial: Path, folder: str, iteration: int, origin: Origin) -> t
     for path, name in names.items():
         if path != source:
             path.rename(name)
-    final = storage.publish(partial, folder, iteration, None if source is None else names[source])
+    final = storage.place(partial, folder, iteration, None if source is None else names[source])
     if source is not None and source != final:
         source.rename(names[source])
     return final, list(names.values())
@@ -163,7 +165,8 @@ class CheckpointWriter:
             if dist.get_rank() == 0 and partial is not None:
                 # Free the disk space for the next attempt and other uses.
                 shutil.rmtree(partial, ignore_errors=True)
-            newest = storage.tracked(str(self._config.save))
+            present, newest = storage.whole(str(self._config.save)), storage.tracked(str(self._config.save))
+            newest = newest if newest in present else max(present, default=None)
             stays = f"iteration {newest} stays the newest checkpoint" if newest is not None else "there is none yet"
             raise UserError(
                 f"--save {self._config.save}: a checkpoint could not be written: {_cause(error)}; its disk has "

@@ -137,18 +137,17 @@ def continued_phase(
         if before is not None and before < consumed:
             raise UserError(
                 f"--data-phase-switch-samples {now}: the run changed its data at sample {before} and consumed "
-                f"{consumed}; leave the option out"
+                f"{consumed}; give {before}"
             )
         if now < consumed:
             raise UserError(
                 f"the training data would change at sample {now}, but {consumed} were consumed by the first blend; "
-                f"give --data-phase-switch-samples {consumed} or more"
+                f"give --data-phase-switch-samples {consumed} or more, and no --data-phase-switch"
             )
         return config, []
-    note = (
-        f"data: the second blend begins at sample {before}, as the checkpoint's run had it, not at {now} "
-        "(--data-phase-switch-samples moves it)"
-    )
+    note = f"data: the second blend begins at sample {before}, as the checkpoint's run had it, not at {now}"
+    if consumed <= before:
+        note += " (--data-phase-switch-samples moves it)"
     return replace(config, data_phase_switch_samples=before), [note]
 
 

@@ -178,7 +178,7 @@ def _rendezvous(ranks: Ranks, timeout: timedelta) -> Store:
     Another thread waits for it, so that this one handles signals: no handler runs inside of torch's call.
 
     Raises:
-        UserError: the environment does not say where.
+        UserError: the environment does not say where, or they do not meet there.
     """
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
@@ -202,8 +202,15 @@ def _rendezvous(ranks: Ranks, timeout: timedelta) -> Store:
     thread.start()
     thread.join(_PATIENCE)
     if thread.is_alive():
-        print(f"rank {ranks.rank} waits for {ranks.world_size} ranks at {host}:{port}", file=sys.stderr, flush=True)
+        if ranks.local_rank == 0:
+            print(f"rank {ranks.rank} waits for {ranks.world_size} ranks at {host}:{port}", file=sys.stderr, flush=True)
         thread.join()
+    if isinstance(found[0], dist.DistError):
+        first = str(found[0]).partition("\n")[0]
+        raise UserError(
+            f"rank {ranks.rank} did not meet the other {ranks.world_size - 1} at {host}:{port} ({first}); check "
+            "MASTER_ADDR and MASTER_PORT, and that all ranks start"
+        )
     if isinstance(found[0], Exception):
         raise found[0]
     return found[0]

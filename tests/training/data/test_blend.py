@@ -214,7 +214,7 @@ def test_a_sample_that_is_given_moves_the_change() -> None:
     assert continued_phase(config, before, {"data_phase_switch_samples"}, 8) == (config, [])
     assert continued_phase(config, {}, set(), 16) == (config, [])
     assert continued_phase(config, before, set(), 99)[0].data_phase_switch_samples == 8
-    with pytest.raises(UserError, match="changed its data at sample 8 and consumed 12; leave the option out"):
+    with pytest.raises(UserError, match="changed its data at sample 8 and consumed 12; give 8"):
         continued_phase(config, before, {"data_phase_switch_samples"}, 12)
     with pytest.raises(UserError, match=r"at sample 16, but 20 were .* --data-phase-switch-samples 20 or more"):
         continued_phase(config, {}, set(), 20)

@@ -84,9 +84,7 @@ def test_nccl_has_one_channel_in_a_process_alone(
     assert os.environ.get("NCCL_MAX_NCHANNELS") == channels
 
 
-def test_a_signal_ends_the_wait_for_other_ranks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_ends_the_wait_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -95,12 +93,16 @@ def test_a_signal_ends_the_wait_for_other_ranks(
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setattr(startup, "_PATIENCE", 0.0)
-    signals, timer = interrupt.Signals(), threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
-    with signals.listening():
+    timer, said = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)), list[str]()
+
+    def print_and_signal(line: str, **_: object) -> None:
+        said.append(line)
         timer.start()
-        with pytest.raises(interrupt.Interrupted):
-            startup._rendezvous(startup.Ranks(0, 2, 0, 2), timedelta(seconds=PATIENCE))
-    assert capsys.readouterr().err == f"rank 0 waits for 2 ranks at 127.0.0.1:{port}\n"
+
+    monkeypatch.setattr(startup, "print", print_and_signal, raising=False)
+    with interrupt.Signals().listening(), pytest.raises(interrupt.Interrupted):
+        startup._rendezvous(startup.Ranks(0, 2, 0, 2), timedelta(seconds=PATIENCE))
+    assert said == [f"rank 0 waits for 2 ranks at 127.0.0.1:{port}"]
     dist.TCPStore("127.0.0.1", port, 2, is_master=False)  # for whom the other thread still waits
 
 
@@ -113,6 +115,18 @@ def test_where_the_ranks_meet_is_required(monkeypatch: pytest.MonkeyPatch, name:
     monkeypatch.delenv(name)
     with refused(f"the environment variable {name} is not set"):
         startup._rendezvous(startup.Ranks(0, 2, 0, 2), timedelta(seconds=1))
+
+
+def test_a_place_where_the_ranks_do_not_meet_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        with refused("rank 0 did not meet the other 1 at 127.0.0.1", "check MASTER_ADDR and MASTER_PORT"):
+            startup._rendezvous(startup.Ranks(0, 2, 0, 2), timedelta(seconds=PATIENCE))
 
 
 def test_nccl_opens_communicators_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:

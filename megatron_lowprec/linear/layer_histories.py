@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.optimizer_steps import call_after_steps, forget_steps
+from megatron_lowprec.linear.optimizer_steps import call_after_steps, stepping
 from megatron_lowprec.linear.sharding.dtensors import is_dtensor
 from megatron_lowprec.linear.sharding.gathered_weight import GatheredWeight
 from megatron_lowprec.quantization.amax_history import AmaxHistory, update_together
@@ -243,7 +243,7 @@ class LayerGroup:
         self._followed = False  # of a backward pass that raised
         self.catch_up(collective=training)  # one rank may evaluate alone
         if training:
-            forget_steps()
+            stepping.clear()  # of steps that raised
             self._synchronize()
             self.pending, self.captured, self._copied = True, self.captured or capturing(), False
 

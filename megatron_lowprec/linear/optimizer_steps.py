@@ -11,7 +11,10 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-_stepping: list[Optimizer] = []  # each within the one before, but those that raised
+stepping: list[Optimizer] = []
+"""Steps under way, each within the one before, but those that raised. A forward pass in training is in no step, but in
+closures, and clears the list.
+"""
 
 
 @cache
@@ -19,37 +22,32 @@ def call_after_steps(ended: Callable[[Optimizer], None]) -> None:
     """Call a function after each outermost step, with its optimizer."""
 
     def after(optimizer: Optimizer, *_: Any) -> None:
-        while _stepping and _stepping.pop() is not optimizer:
+        while stepping and stepping.pop() is not optimizer:
             pass  # one that raised
-        if not _stepping:
+        if not stepping:
             ended(optimizer)
 
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(after)
 
 
-def forget_steps() -> None:
-    """In a forward pass in training, which is in no step but in closures: a step that is under way has raised."""
-    _stepping.clear()
-
-
 def _before(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Note a step, which is not under way in its closure: that runs passes, and may step other optimizers."""
-    _stepping.append(optimizer)
+    stepping.append(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # behind the optimizer itself
     if not callable(closure):
         return None
 
     @wraps(closure)
     def outside(*of_closure: Any, **options: Any) -> Any:
-        if inside := optimizer in _stepping:
-            _stepping.remove(optimizer)
+        if inside := optimizer in stepping:
+            stepping.remove(optimizer)
         try:
             return closure(*of_closure, **options)
         finally:
             if inside:
-                _stepping.append(optimizer)
+                stepping.append(optimizer)
 
     return ((optimizer, outside, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": outside})

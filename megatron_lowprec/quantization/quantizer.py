@@ -83,7 +83,8 @@ def quantize(
     last = x.movedim(axis, -1)
     matrix = last.reshape(-1, last.shape[-1])
     if isinstance(random, torch.Tensor):
-        if random.shape not in (x.shape, (2, *x.shape)):
+        candidates = 2 if spec.scale.four_over_six else 1
+        if random.shape not in (x.shape, (candidates, *x.shape), (2, *x.shape)):
             raise UserError(f"quantize got draws of shape {tuple(random.shape)} for a tensor of {tuple(x.shape)}")
         of_x = axis if axis < 0 else axis - x.dim()  # two candidates' draws have a dimension more
         random = random.movedim(of_x, -1).reshape(*random.shape[: random.dim() - x.dim()], *matrix.shape)

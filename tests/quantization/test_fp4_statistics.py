@@ -12,6 +12,7 @@ from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.recipe.quant_spec import ScaleSpec, TensorScaleSpec
 from tests.linear.test_fp4_family import EDEN, NVFP4
 from tests.quantization.test_statistics import rms, z_scores
+from tests.refusal import refused
 
 STREAM = RandomStream((1, 2))
 
@@ -153,3 +154,10 @@ def test_a_corrected_scale_takes_the_first_of_two_draws(generator: torch.Generat
     x, draws = torch.randn(4, 128, generator=generator), torch.rand(2, 4, 128, generator=generator)
     two, first = (quantize(x, drawn(EDEN), random=random, group=128) for random in (draws, draws[0]))
     assert torch.equal(two.dequantize(), first.dequantize())
+
+
+@pytest.mark.parametrize(("four_over_six", "draws"), [(None, 3), ("mse", 1), ("mse", 3)])
+def test_as_many_draws_as_candidates(four_over_six: Any, draws: int) -> None:
+    spec = drawn(replace(NVFP4, tensor_scale=TensorScaleSpec(256.0 * 6.0)), rule="base", four_over_six=four_over_six)
+    with refused(f"quantize got draws of shape ({draws}, 2, 32) for a tensor of (2, 32)"):
+        quantize(torch.ones(2, 32), spec, random=torch.zeros(draws, 2, 32))

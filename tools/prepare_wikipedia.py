@@ -21,9 +21,10 @@ from pathlib import Path
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.shipped import find
+from megatron_lowprec.training.config.data_options import check_tokenizer_files
 from megatron_lowprec.training.data import shards
 from megatron_lowprec.training.data.progress import progress_bar
-from megatron_lowprec.training.data.tokenizer import TOKENIZER_FILES, TOKENIZER_TYPES, check_files, tokenizer_of
+from megatron_lowprec.training.data.tokenizer import TOKENIZER_FILES, TOKENIZER_TYPES, tokenizer_of
 from megatron_lowprec.training.data.wikipedia import Files, Hub, Source
 
 GPT2_FILES = {"vocab_file": "data/gpt2/vocab.json", "merge_file": "data/gpt2/merges.txt"}  # the repository ships them
@@ -80,7 +81,7 @@ def _prepare(args: argparse.Namespace) -> None:
         raise UserError("--output-prefix is missing: give the path prefix of the shards")
     if min(args.workers, args.shard_documents) < 1:
         raise UserError("--workers and --shard-documents must be at least 1")
-    check_files(args)
+    check_tokenizer_files(args)
     for name in TOKENIZER_FILES[args.tokenizer_type]:
         setattr(args, name, getattr(args, name) or GPT2_FILES.get(name))
     tokenizer = tokenizer_of(args)

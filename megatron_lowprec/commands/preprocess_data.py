@@ -17,9 +17,10 @@ from collections.abc import Sequence
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.training.config.arguments import flag
+from megatron_lowprec.training.config.data_options import check_tokenizer_files
 from megatron_lowprec.training.data import corpus_writer, indexed_dataset
 from megatron_lowprec.training.data.progress import progress_bar
-from megatron_lowprec.training.data.tokenizer import TOKENIZER_TYPES, check_files, tokenizer_of
+from megatron_lowprec.training.data.tokenizer import TOKENIZER_TYPES, tokenizer_of
 
 _OF_VERIFY = ("verify", "vocab_size")
 
@@ -76,7 +77,7 @@ def _preprocess(args: argparse.Namespace) -> None:
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: must be at least 1")
     start = time.perf_counter()
-    check_files(args)
+    check_tokenizer_files(args)
     tokenizer = tokenizer_of(args)
     prefixes = {key: f"{args.output_prefix}_{key}_document" for key in args.json_keys}
     options = {"workers": args.workers, "append_eod": args.append_eod}

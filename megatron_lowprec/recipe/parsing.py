@@ -138,8 +138,8 @@ def _check_new_operands(recipe: Recipe, data: Mapping[str, Any]) -> None:
     """Reject overrides of single fields of an operand that the recipe does not quantize."""
     for gemm, operands in GEMM_OPERANDS.items():
         for operand in operands:
-            written = data.get(gemm)
-            fields = written.get(operand) if isinstance(written, Mapping) else None
+            given = data.get(gemm)
+            fields = given.get(operand) if isinstance(given, Mapping) else None
             lacking = _lacking(fields) if isinstance(fields, Mapping) else set()
             if lacking and getattr(recipe.gemms[gemm], operand) is None:
                 path = f"{gemm}.{operand}"

@@ -19,14 +19,14 @@ from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.curve import Series, Status, shared
 from megatron_lowprec.report.runs import Run
 from megatron_lowprec.training.config.arguments import KINDS, checked_options
-from megatron_lowprec.training.config.options import NO_EFFECT, Config, options_with
+from megatron_lowprec.training.config.options import DEFAULTS, NO_EFFECT, Config, options_with
 from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.models.sizes import num_non_embedding_parameters
 from megatron_lowprec.training.schedule import Schedule, plan
 
 # Options that a report compares or shows otherwise. Runs that differ in any other option are in different groups.
 _IGNORED = NO_EFFECT.union(options_with(grouped=False))
-_DEFAULTS: Mapping[str, Any] = vars(Config())
+_DEFAULTS: Mapping[str, Any] = vars(DEFAULTS)
 _SCHEDULE = "schedule."  # prefix of the schedule's fields among options
 _EARLIER = "earlier options"  # of a run that resumed with others
 _WEIGHTS = "initial weights"  # of a run that began with a checkpoint's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 from megatron_lowprec.errors import UserError
@@ -92,9 +93,8 @@ def _case(row: Row) -> tuple[str, str | None, str, str]:
 
 def _whole(recipe: Recipe, name: str) -> str:
     """What a name stands for that the other recipe lacks, an operand or a transform; or no rules and no phases."""
-    found: Any = recipe
-    for field in name.split("."):
-        found = getattr(found, field)
+    whole: Any = recipe
+    found = reduce(getattr, name.split("."), whole)
     if found == ():
         return "none"
     if isinstance(found, QuantSpec):

@@ -12,7 +12,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import overridden, recipe_from_dict, recipe_to_dict, same_numerics
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.checkpoint import checksums, safe_load, storage
-from megatron_lowprec.training.config.options import OPTIONS, Config, options_in, options_with, unmet
+from megatron_lowprec.training.config.options import DEFAULTS, OPTIONS, Config, options_in, options_with, unmet
 from megatron_lowprec.training.config.paths import same_folder
 from megatron_lowprec.training.config.run_config import read_run_config
 from megatron_lowprec.training.data.tokenizer import Tokenizer
@@ -24,8 +24,6 @@ from megatron_lowprec.training.options.training_options import ParallelOptions, 
 from megatron_lowprec.training.schedule import Schedule
 
 CONFIG = "config.yaml"
-
-_DEFAULTS = Config()
 
 
 @dataclass(frozen=True)
@@ -264,7 +262,7 @@ def earlier_values(options: Mapping[str, Any], config: Config, names: Collection
         return OPTIONS[name].formerly if value is None else value
 
     # older ones lack newer options
-    before = {name: known(name, options.get(name, getattr(_DEFAULTS, name))) for name in names}
+    before = {name: known(name, options.get(name, getattr(DEFAULTS, name))) for name in names}
     return {name: value for name, value in before.items() if value != known(name, getattr(config, name))}
 
 

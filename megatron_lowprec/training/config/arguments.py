@@ -16,7 +16,7 @@ from megatron_lowprec.recipe.yaml_text import read_yaml_file
 from megatron_lowprec.shipped import find, shipped_like
 from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS, refused_fp8_flags, translate_fp8_flags
 from megatron_lowprec.training.config.megatron_flags import Translated, explain, megatron_flags, translate
-from megatron_lowprec.training.config.options import GROUPS, OPTIONS, Config, options_in
+from megatron_lowprec.training.config.options import DEFAULTS, GROUPS, OPTIONS, Config, options_in
 from megatron_lowprec.training.options.declaration import Part
 from megatron_lowprec.training.options.model_options import ModelOptions
 
@@ -98,7 +98,7 @@ def _collecting_parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
 def _add_flag(group: argparse._ActionsContainer, name: str, problems: list[str] | None) -> None:
     kind, declared = KINDS[name], OPTIONS[name]
-    default = getattr(Config(), name)
+    default = getattr(DEFAULTS, name)
     text = declared.meaning + ("" if default is None or default is False or default == [] else f" (default: {default})")
     text = argparse.SUPPRESS if declared.hidden else text.replace("%", "%%")
     convert = _converter(name, kind, problems)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,17 @@ def resolve_data(config: Config) -> Config:
         for name in options_with(path="data")
     }
     return replace(config, data_cache_path=config.data_cache_path or DATA_CACHE, **paths)
+
+
+def check_tokenizer_files(options: Namespace) -> None:
+    """Reject files that the type of tokenizer does not read."""
+    for name in options_with(path="tokenizer"):
+        if getattr(options, name) is not None and name not in TOKENIZER_FILES[options.tokenizer_type]:
+            readers = " or ".join(kind for kind, files in TOKENIZER_FILES.items() if name in files)
+            raise UserError(
+                f"{flag(name)} is not read by --tokenizer-type {options.tokenizer_type}; give --tokenizer-type "
+                f"{readers}, or leave {flag(name)} out"
+            )
 
 
 def _resolve_sft(config: Config) -> Config:

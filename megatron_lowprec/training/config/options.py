@@ -114,5 +114,7 @@ def unmet(config: Config, needs: str) -> str | None:
     return None
 
 
+DEFAULTS = Config()
+
 NO_EFFECT = frozenset(options_in(*NO_EFFECT_PARTS))
 """Options that change no update of a run: records of changes and comparisons of runs leave them out."""

@@ -18,15 +18,13 @@ from megatron_lowprec.training.config.arguments import flag, required
 from megatron_lowprec.training.config.data_options import resolve_data
 from megatron_lowprec.training.config.fields import check_divisible
 from megatron_lowprec.training.config.memory_options import check_chunks, resolve_memory
-from megatron_lowprec.training.config.options import OPTIONS, Config, options_with, unmet
+from megatron_lowprec.training.config.options import DEFAULTS, OPTIONS, Config, options_with, unmet
 from megatron_lowprec.training.config.recipe_checks import check_saved_activations, check_stored_gradients
 from megatron_lowprec.training.data.blend import resolve_phase
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.options.parts import Steps
 from megatron_lowprec.training.options.training_options import ParallelOptions
 from megatron_lowprec.training.rampup import check_rampup, run_length
-
-_DEFAULTS = Config()
 
 
 def resolve_model(config: Config) -> Config:
@@ -177,7 +175,7 @@ def _no_idle_flags(config: Config) -> None:
     """Reject options that would be ignored silently."""
     for name, option in OPTIONS.items():
         value = getattr(config, name)
-        idle = value in (getattr(_DEFAULTS, name), option.formerly)  # or off, where size may switch it on
+        idle = value in (getattr(DEFAULTS, name), option.formerly)  # or off, where size may switch it on
         lacking = None if idle else unmet(config, option.needs)
         if lacking is not None:
             raise UserError(f"{_shown(name, value)} {_how(config, lacking)}")

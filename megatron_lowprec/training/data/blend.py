@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data import indexed_dataset
 from megatron_lowprec.training.data.jsonl import is_text_file
@@ -156,10 +157,10 @@ def check_paths(config: DataOptions, tokenizer: Tokenizer) -> None:
     by_documents = [name for name in _BY_DOCUMENTS if getattr(config, name)]
     for path in [] if config.mock_data else all_paths(config):
         if not is_text_file(path):
-            indexed_dataset.check_prefix(path, tokenizer)
-            if by_documents and (indexed_dataset.read_note(path) or {}).get("append_eod") is False:
+            note = indexed_dataset.check_prefix(path, tokenizer)
+            if by_documents and (note or {}).get("append_eod") is False:
                 raise UserError(
-                    f"--{by_documents[0].replace('_', '-')} looks for ends of documents, which {path} was written "
+                    f"{flag(by_documents[0])} looks for ends of documents, which {path} was written "
                     "without: prepare it with --append-eod, or leave the option out"
                 )
         elif not Path(path).is_file():

@@ -62,8 +62,8 @@ def write_note(prefix: str, note: Note) -> None:
     Path(f"{prefix}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def check_prefix(prefix: str, tokenizer: Tokenizer) -> None:
-    """Check that ``prefix`` is a complete corpus of ``tokenizer``'s ids.
+def check_prefix(prefix: str, tokenizer: Tokenizer) -> Row | None:
+    """Check that ``prefix`` is a complete corpus of ``tokenizer``'s ids; returns its note, if any.
 
     With a note, the vocabulary's fingerprint must match. Without one (another tool wrote the corpus) ids must lie below
     ``vocab_size``: all are checked up to 2**28, evenly spaced windows of that many beyond. ``TokenReader`` checks every
@@ -76,7 +76,7 @@ def check_prefix(prefix: str, tokenizer: Tokenizer) -> None:
     note = read_note(prefix)
     if note is None:
         check_ids(prefix, index, tokenizer.vocab_size, _MAX_WINDOWS)
-        return
+        return None
     if note.get("tokens") != index.tokens or note.get("documents") != index.documents:
         raise UserError(
             f"{prefix}.json tells of {note.get('documents')} documents and {note.get('tokens')} tokens, but "
@@ -88,6 +88,7 @@ def check_prefix(prefix: str, tokenizer: Tokenizer) -> None:
             f"({note.get('fingerprint')}), but the run's is {tokenizer.type_name} of {tokenizer.vocab_size} "
             f"({tokenizer.fingerprint}); give that vocabulary's files or prepare the text again"
         )
+    return note
 
 
 @dataclass(frozen=True)

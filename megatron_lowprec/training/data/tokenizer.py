@@ -220,18 +220,6 @@ def tokenizer_of(options: "Config | Namespace") -> Tokenizer:
     )
 
 
-def check_files(options: "Namespace") -> None:
-    """Reject files that the type of tokenizer does not read."""
-    for name in dict.fromkeys(name for files in TOKENIZER_FILES.values() for name in files):
-        if getattr(options, name) is not None and name not in TOKENIZER_FILES[options.tokenizer_type]:
-            readers = " or ".join(kind for kind, files in TOKENIZER_FILES.items() if name in files)
-            option = f"--{name.replace('_', '-')}"
-            raise UserError(
-                f"{option} is not read by --tokenizer-type {options.tokenizer_type}; give --tokenizer-type {readers}, "
-                f"or leave {option} out"
-            )
-
-
 def padded_vocab_size(tokenizer_vocab_size: int, make_divisible_by: int, tensor_parallel: int) -> int:
     """Rows of the embedding: the vocabulary rounded up so that each tensor-parallel rank holds a multiple of
     ``make_divisible_by``.

@@ -53,7 +53,7 @@ def of_archives(kind: str, archives: str, *words: str) -> list[dict[str, str]]:
     return table(f"{archives.partition('/')[0]}.md", " ".join([kind, *names, *words]))
 
 
-PARTS = ("", "-others", "-phases", "-phases-seeds", "-four-over-six", "-quartet2")
+PARTS = ("", "-others", "-phases", "-phases-seeds", "-four-over-six", "-quartet2", "-nvidia")
 RIVALS = " ".join(f"fp4-rivals/25m{name}" for name in PARTS)
 QUALITY = {
     "recipes-25m/runs": ["mxfp4"],
@@ -272,14 +272,15 @@ def test_pairs_of_both_roundings_and_bf16() -> None:
     leads = [[value for name, value in each.items() if name.startswith("training")] for each in of_roundings]
     after_first = [each[-1] - each[0] for each in leads]
     at_starts = [sum(each[at + 1] - each[at] for at in (0, 2, 4)) for each in leads]
-    all_runs = " ".join(f"stochastic-rounding/30m{name}" for name in ("", "-bf16", "-bf16-and-headroom"))
+    all_runs = " ".join(f"stochastic-rounding/30m{name}" for name in ("", "-bf16", "-bf16-and-headroom", "-headroom"))
     of_bf16 = pairs(all_runs, "mxfp4_rht32", "bf16", "1234", "1235")
-    (of_headroom,) = pairs(all_runs, "mxfp4_rht_headroom", "mxfp4_rht32", "1234")
+    of_headroom = pairs(all_runs, "mxfp4_rht_headroom", "mxfp4_rht32", "1234", "1235")
+    of_published = pairs(all_runs, "mxfp4_rht32_sr", "mxfp4_rht_headroom", "1234", "1235")
     page = (RESULTS / "stochastic-rounding.md").read_text(encoding="utf-8")
     found = re.search(r"grows by ([\d.]+) and ([\d.]+) nats after the first epoch, and by ([\d.]+) and ([\d.]+)", page)
     assert found is not None
     assert [float(each) for each in found.groups()] == [within(each, 4) for each in (*after_first, *at_starts)]
-    found = re.search(r"it ends (\S+) and (\S+) nats .* training text nearest is ([\d.]+) ahead", page)
+    found = re.search(r"there it ends (\S+) and (\S+) nats .* training text nearest is ([\d.]+) ahead", page)
     assert found is not None
     first, second, ahead = map(shown, found.groups())
     assert [first, second] == [within(each["validation, 2,659"], 4) for each in of_roundings]
@@ -288,21 +289,24 @@ def test_pairs_of_both_roundings_and_bf16() -> None:
     assert found is not None
     differences = [difference for each in of_bf16 for difference in each.values()]
     assert [float(each) for each in found.groups()] == [within(each(differences), 4) for each in (min, max)]
-    found = re.search(r"on average ([\d.]+) above bf16 \(nearest ([\d.]+)\)", page)
+    nearest, behind, ahead, published = (
+        mean(each["validation, 2,659"] for each in pair) for pair in (of_bf16, of_roundings, of_headroom, of_published)
+    )
+    found = re.search(r"on average ([\d.]+) nats above bf16 .* its factor 3/4 ([\d.]+): ([\d.]+) apart", page)
     assert found is not None
-    nearest, behind = ([each["validation, 2,659"] for each in pair] for pair in (of_bf16, of_roundings))
     assert [float(each) for each in found.groups()] == [
-        within(mean(nearest) + mean(behind), 4),
-        within(mean(nearest), 4),
+        within(each, 4) for each in (nearest + behind, nearest + ahead, published)
     ]
-    at_end = of_headroom["validation, 2,659"]
-    found = re.search(r"so nearest ends ([\d.]+) above bf16 here, ([\d.]+) before stochastic", page)
+    found = re.search(r"saturates and ends ([\d.]+) above bf16", page)
     assert found is not None
-    assert [float(each) for each in found.groups()] == [within(nearest[0] + at_end, 4), within(behind[0] - at_end, 4)]
-    found = re.search(r"gains ([\d.]+) nats .* first epoch, ([\d.]+) of the last, ([\d.]+) on validation text", page)
+    assert float(found[1]) == within(nearest, 4)
+    found = re.search(
+        r"gains ([\d.]+) nats .* first epoch, ([\d.]+) of the last, ([\d.]+) on validation text, ([\d.]+) on WikiText",
+        page,
+    )
     assert found is not None
-    gained = (of_headroom["training, 533 to 665"], of_headroom["training, 2,527 to 2,659"], at_end)
-    assert [float(each) for each in found.groups()] == [within(-each, 4) for each in gained]
+    at = ("training, 533 to 665", "training, 2,527 to 2,659", "validation, 2,659", "WikiText")
+    assert [float(each) for each in found.groups()] == [within(-mean(e[name] for e in of_headroom), 4) for name in at]
 
 
 def test_gaps_in_training_over_those_on_validation_text() -> None:

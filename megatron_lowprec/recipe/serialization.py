@@ -6,7 +6,7 @@ import difflib
 import re
 import typing
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from megatron_lowprec.errors import UserError
@@ -25,6 +25,7 @@ from megatron_lowprec.recipe.schema import (
 
 T = TypeVar("T")
 _CHANGES = ("rules", "phases")  # fields that are lists of changes of GEMMs
+_NOT_NUMERICS = ("name", "summary", "source")
 
 
 def recipe_to_dict(recipe: LinearRecipe) -> dict[str, Any]:
@@ -38,6 +39,16 @@ def recipe_to_dict(recipe: LinearRecipe) -> dict[str, Any]:
         if changes := [_given(change) for change in getattr(recipe, name, ())]:
             data[name] = changes
     return data
+
+
+def flattened(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """``recipe_to_dict``'s numerics as ("fprop.input.format", "e4m3") and so on; what is absent is "none"."""
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{name}.")
+        elif name not in _NOT_NUMERICS:
+            yield name, "none" if value is None else str(value)
 
 
 def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:

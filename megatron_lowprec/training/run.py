@@ -47,7 +47,7 @@ from megatron_lowprec.training.distributed.interrupt import (
     clear_requeue,
     follows_a_failure,
 )
-from megatron_lowprec.training.distributed.startup import Ranks, finalize, initialize, versions
+from megatron_lowprec.training.distributed.startup import Ranks, connect, finalize, lay_out, versions
 from megatron_lowprec.training.distributed.visible_gpus import has_gpus
 from megatron_lowprec.training.memory import report as memory_report
 from megatron_lowprec.training.memory.plan import GIB
@@ -211,8 +211,12 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
 
 def _work(plan: RunPlan, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop | None:
     """Set up process groups and train inside of them; returns why the training ended early, or None."""
-    device = initialize(plan.config, ranks)
+    device = connect(plan.config, ranks)
+    from megatron_lowprec.training.distributed.rank_sync import same_as_on_rank_0
     from megatron_lowprec.training.distributed.watchdog import PeerWatch
+
+    same_as_on_rank_0(plan.shared)
+    lay_out(plan.config)
 
     with PeerWatch(ranks.rank):
         stop = _train_on_ranks(plan, device, ranks, signals, lock)

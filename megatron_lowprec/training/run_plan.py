@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.recipe.recipe import Recipe
+from megatron_lowprec.recipe.serialization import flattened
 from megatron_lowprec.training import schedule as schedules
 from megatron_lowprec.training.config.accumulation_options import resolve_accumulation
 from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
 from megatron_lowprec.training.config.memory_options import memory_notes
-from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.options import OPTIONS, Config
 from megatron_lowprec.training.config.paths import RunPaths
 from megatron_lowprec.training.config.phase_options import continued_phases, with_steps
 from megatron_lowprec.training.config.resolve import layout_of
@@ -18,6 +19,7 @@ from megatron_lowprec.training.distributed.startup import Ranks, versions
 from megatron_lowprec.training.memory import report as memory_report
 from megatron_lowprec.training.memory.plan import MemoryPlan
 from megatron_lowprec.training.memory.plan import plan as plan_memory
+from megatron_lowprec.training.options.declaration import Part
 from megatron_lowprec.training.rampup import run_length
 
 if TYPE_CHECKING:
@@ -43,6 +45,16 @@ class RunPlan:
     # For the log, before and after the header.
     notes: list[str]
     later_notes: list[str]
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What all ranks have to agree on, by name. Files and folders may have other names on another node."""
+        options = {
+            f"--{name.replace('_', '-')}": value
+            for name, value in self.content["options"].items()
+            if not (OPTIONS[name].path or (OPTIONS[name].part is Part.OUTPUT and isinstance(value, str)))
+        }
+        return options | {f"the recipe's {name}": value for name, value in flattened(self.content["recipe"])}
 
 
 def plan_run(

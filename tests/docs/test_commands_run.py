@@ -100,7 +100,7 @@ def test_command_is_refused_before_the_run_starts_in_these_words(
     def started(*_: object) -> None:
         raise AssertionError("the run would have started")
 
-    monkeypatch.setattr(driver, "initialize", started)
+    monkeypatch.setattr(driver, "connect", started)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # as on the machine of the page's reader
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as refusal:

@@ -1,7 +1,7 @@
 """Each figure of README, of the comparison and of the overview of recipes is that of one cell of a results page."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -38,8 +38,8 @@ def compiled(text: str, variant: str) -> Figure:
     return Figure(text, "plain-torch.md", "Layers of Llama 3 8B", "over bf16", ((variant,),))
 
 
-def emulated(text: str, model: str, recipe: str, **more: object) -> Figure:
-    return Figure(text, "emulated-mx.md", "Whole step", "time over bf16's", ((model, recipe),), **more)  # type: ignore[arg-type]
+def emulated_fp4(text: str, model: str, combine: Callable[[Sequence[float]], float] = max) -> Figure:
+    return Figure(text, "emulated-mx.md", "NVFP4", "over bf16", ((model, "mxfp4_rht_sr"),), combine)
 
 
 def small(text: str, column: str, *recipes: str, **more: object) -> Figure:
@@ -53,6 +53,10 @@ def operands(text: str, column: str, recipe: str, **more: object) -> Figure:
 
 def rivals(text: str, recipe: str) -> Figure:
     return Figure(text, "fp4-rivals.md", "NVFP4 and its rivals", NATS, ((recipe,),))
+
+
+def roundings(text: str, column: str, combine: Callable[[Sequence[float]], float] = max) -> Figure:
+    return Figure(text, *ROUNDINGS, column, (("mxfp4_rht32_rounding",),), combine)
 
 
 def experts(text: str, recipe: str, column: str) -> Figure:
@@ -75,6 +79,8 @@ NATS, PERCENT, OF_NATS, OF_PERCENT = (
     "95% interval, % of perplexity",
 )
 GROUPED, PEER = "grouped", "TransformerEngine"
+INTERVAL = "95% interval"
+ROUNDINGS = ("stochastic-rounding.md", "Does stochastic rounding pay?")
 LAYOUTS = ("layout-parity.md", "Layout parity", "two and four H200s, NCCL")
 FP8 = ("fp8_delayed", "fp8_blockwise", "mxfp8")
 KILLS = tuple(
@@ -96,10 +102,10 @@ FIGURES = {
     README: [
         eight("takes **{}** of bf16's time", "over bf16"),
         eight("time, {} tokens/s per GPU", "tokens/s per GPU"),
-        eight("without CUDA graphs, {} (two", "over bf16", "TransformerEngine tensorwise"),
+        eight("with TransformerEngine {}, like", "over bf16", "TransformerEngine tensorwise"),
         compiled("`convert` take **{}** of compiled bf16's", "fp8_current"),
         compiled("step, torchao's {} (", "torchao tensorwise"),
-        emulated("under `mxfp4_rht_sr` takes **{}** times", B13, "mxfp4_rht_sr"),
+        emulated_fp4("under `mxfp4_rht_sr` takes **{}** times", B13),
         Figure("**{}** GiB under `fp8_lm_o2`", "fp8-lm.md", "Memory", "measured", (("fp8_lm_o2",),)),
         Figure("`fp8_lm_o2`, {} under bf16", "fp8-lm.md", "Memory", "measured", (("bf16",),)),
         small("`mxfp4_rht_sr` ends **{}** nats above", NATS, "mxfp4_rht_sr"),
@@ -111,23 +117,12 @@ FIGURES = {
         operands("place only: **{}** for the input", NATS, "forward_input"),
         operands("{} for the backward pass (", NATS, "backward"),
         operands("for the backward pass (±{})", OF_NATS, "backward", combine=half_width),
+        roundings("MXFP4 ends **{}** nats before", "measured"),
+        roundings("stochastic rounding ({} to", INTERVAL, min),
+        roundings("rounding (0.0019 to {})", INTERVAL, max),
         rivals("`nvfp4` ends {} nats above bf16, **0", "nvfp4"),
         rivals("bf16, **{}** with a forward", "nvfp4_bf16_tail"),
         Figure("| **{}** comparisons of codes", *LAYOUTS, (("operands: codes and scales, bit for bit",),)),
-        Figure(
-            "losses agree in all {} of 340",
-            *LAYOUTS,
-            (("losses beside one process, in cells that refuse the losses of every other recipe",),),
-        ),
-        Figure(
-            "in all 83 of {} cells",
-            *LAYOUTS,
-            (
-                ("losses beside one process, in cells that refuse the losses of every other recipe",),
-                ("losses in cells that would accept another recipe's; not counted",),
-            ),
-            combine=sum,
-        ),
         Figure("kill -9 at **{}** moments", "fault-injection.md", "Fault injection, 2026-11-22", "moments", KILLS, sum),
         Figure(
             "differs by **{}** % or less",
@@ -184,8 +179,8 @@ FIGURES = {
         ),
         lone("torchao, compiled | {} |", "native-fp8.md", "torchao row-wise", "1.3B fc1"),
         lone("| 1.03 | {} |", "native-fp8.md", "fp8_rowwise", "1.3B fc1"),
-        emulated("`mxfp4_rht_sr` takes {} (345M)", M345, "mxfp4_rht_sr"),
-        emulated("(345M) and {} (1.3B) times", B13, "mxfp4_rht_sr"),
+        emulated_fp4("`mxfp4_rht_sr` takes {} (345M)", M345),
+        emulated_fp4("(345M) and {} (1.3B) times", B13),
         lone("takes down to {} of this project's time", "native-fp8.md", "fp8_delayed, cached", "1.3B fc1"),
     ],
     RECIPES: [
@@ -194,17 +189,25 @@ FIGURES = {
             for recipe, first, second in (
                 ("fp8_current", "no state; [{} (345M)", "1.16 (345M) to {} (1.3B)"),
                 ("fp8_delayed", "before the cast; {} (345M)", "1.22 (345M) to {} (1.3B)"),
-                ("fp8_blockwise", "its own block; {} (345M)", "1.06 (345M) to {} (1.3B)"),
+                ("fp8_blockwise", "only its own block; {} (345M)", "1.06 (345M) to {} (1.3B)"),
             )
             for text, model in ((first, M345), (second, B13))
         ),
-        emulated("[a step takes {}% longer", B13, "mxfp8", combine=percent_longer),
-        emulated("backward, [{}% (345M)", M345, "mxfp4_rht_sr", combine=percent_longer),
-        emulated("(345M) and {}% (1.3B) longer", B13, "mxfp4_rht_sr", combine=percent_longer),
+        Figure(
+            "[a step takes {}% longer",
+            "emulated-mx.md",
+            "Whole step",
+            "time over bf16's",
+            ((B13, "mxfp8"),),
+            percent_longer,
+        ),
+        emulated_fp4("backward, [{}% (345M)", M345, percent_longer),
+        emulated_fp4("(345M) and {}% (1.3B) longer", B13, percent_longer),
         small("it ends {}% of perplexity behind bf16", PERCENT, "mxfp8"),
         small("behind bf16, ±{}]", OF_PERCENT, "mxfp8", combine=half_width),
         operands("four epochs of them {}%]", PERCENT, "mxfp8"),
         small("`mxfp4_rht_sr` ends {}% of perplexity", PERCENT, "mxfp4_rht_sr"),
+        Figure("697M tokens {}%]", *ROUNDINGS, PERCENT, (("mxfp4_rht32_sr",),)),
     ],
 }
 
@@ -234,7 +237,7 @@ def test_each_reason_has_one_bold_figure_and_links_its_page() -> None:
         line for line in README.read_text(encoding="utf-8").splitlines() if "](docs/results/" in line and "**" in line
     ]
     rows = [row for row in rows if row.startswith("| ")]
-    assert len(rows) == 10
+    assert len(rows) == 11
     linked = {row: re.findall(r"\]\(docs/results/([^)#]+)", row) for row in rows}
     for figure in FIGURES[README]:
         (row,) = (row for row in rows if figure.text.replace("{}", quoted(README, figure)) in row)
@@ -251,7 +254,7 @@ def test_a_figure_that_only_stands_elsewhere_on_the_page_is_refused() -> None:
     assert [same(each, 0.0238) for each in ("0.024", "0.0238", "0.023", "0.02")] == [True, True, False, True]
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp4_rht_sr"])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 @pytest.mark.parametrize(("model", "label", "billions"), [(M345, "345M", 33), (B13, "1.3B", 42)])
 def test_gpu_hours_of_full_runs_follow_from_measured_rates(model: str, label: str, billions: int, recipe: str) -> None:
     def hours(rates: Sequence[float]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -14,9 +14,8 @@ from megatron_lowprec.recipe.explain import describe_operand
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.schema import QuantSpec
+from megatron_lowprec.recipe.serialization import flattened
 from megatron_lowprec.text_tables import Column, Row
-
-NOT_NUMERICS = ("name", "summary", "source")
 
 
 def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) -> Result:
@@ -58,16 +57,6 @@ def field_table(first: Recipe, second: Recipe) -> Table:
             rows.append({"field": name, **dict(zip(("first", "second"), values))})
     columns = (Column("field", "field"), Column("first", first.name), Column("second", second.name))
     return Table("fields", "fields that differ", columns, rows)
-
-
-def flattened(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """("fprop.input.format", "e4m3") and so on; what is absent is "none"."""
-    for key, value in content.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from flattened(value, f"{name}.")
-        elif name not in NOT_NUMERICS:
-            yield name, "none" if value is None else str(value)
 
 
 def comparison(rows: Sequence[Row], first: Recipe, second: Recipe) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 # Long enough to tokenize a text. A rank that dies is still noticed: its connections are closed.
 _PATIENCE = timedelta(days=7)
+
+_SHOWN, _WIDTH = 3, 60  # differing settings, and characters of each
 
 
 def barrier() -> None:
@@ -103,6 +105,31 @@ def same_on_all_ranks(what: str, value: str) -> None:
     for rank, other in enumerate(values):
         if other != values[0]:
             raise UserError(f"{what} is {values[0]} for rank 0, but {other} for rank {rank}; is the folder shared?")
+
+
+def same_as_on_rank_0(settings: Mapping[str, Any]) -> None:
+    """Check that all ranks have rank 0's settings, by name.
+
+    Raises:
+        UserError: on all ranks, with settings that differ on the first rank with others.
+    """
+    sent = [settings]
+    dist.broadcast_object_list(sent, src=0)
+
+    def compare() -> None:
+        names = [name for name in {**sent[0], **settings} if sent[0].get(name) != settings.get(name)]
+        if names:
+            here, first = (
+                ", ".join(f"{name} {str(each.get(name))[:_WIDTH]}" for name in names[:_SHOWN])
+                for each in (settings, sent[0])
+            )
+            more = f" (and {len(names) - _SHOWN} more)" if len(names) > _SHOWN else ""
+            raise UserError(
+                f"rank {dist.get_rank()} has {here}{more}, where rank 0 has {first}; start all ranks with the same "
+                "flags and the same files of --config and --recipe"
+            )
+
+    run_on_all_ranks(compare)
 
 
 def lines_of_ranks(lines: list[str]) -> list[str]:

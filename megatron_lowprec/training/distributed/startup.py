@@ -138,6 +138,13 @@ def _is_other(message: str, record: logging.LogRecord) -> bool:
 
 def initialize(config: Config, ranks: Ranks) -> torch.device:
     """Device, process groups, random seeds and microbatches; the same on CPU (gloo) and GPU (NCCL)."""
+    device = connect(config, ranks)
+    lay_out(config)
+    return device
+
+
+def connect(config: Config, ranks: Ranks) -> torch.device:
+    """The first part of ``initialize``: device and the process group of all ranks."""
     from datetime import timedelta
 
     import torch
@@ -168,7 +175,6 @@ def initialize(config: Config, ranks: Ranks) -> torch.device:
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
-    lay_out(config)
     return device
 
 

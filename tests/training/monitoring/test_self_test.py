@@ -121,6 +121,14 @@ def test_draws_that_are_not_uniform_are_found(monkeypatch: pytest.MonkeyPatch, f
         self_test(get_recipe("mxfp4_rht_sr"), dtype, CPU)
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_draws_of_scales_that_are_not_uniform_are_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Random signs hide most of the bias from the error of a mean; the mean is shorter or longer than the operand."""
+    monkeypatch.setattr(random_stream, "uniform_from_bits", FAULTS[fault])
+    with pytest.raises(UserError, match=r"dgrad's grad_output \(E2M1\) is not rounded without bias"):
+        self_test(get_recipe("quartet2"), torch.bfloat16, CPU)
+
+
 def test_draws_that_never_change_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     at = RandomStream.at
     monkeypatch.setattr(RandomStream, "at", lambda self, rng_step: at(self, RngStep(0, 0)))

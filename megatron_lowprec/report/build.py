@@ -35,7 +35,7 @@ from megatron_lowprec.report.runs import Run
 from megatron_lowprec.report.statistics import Fit
 from megatron_lowprec.report.verdict import Held, Outcome, Verdict, judge_all
 
-_IN_SHORT = (Outcome.NOT_TESTED, Outcome.NOT_LOSSES)  # which the terminal only names; the page has them in full
+_IN_SHORT = (Outcome.NOT_TESTED, Outcome.NOT_LOSSES)  # which the terminal only counts; the page has them in full
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class Report:
             if others is not None:
                 found += [f"    {others.said.value}:", *(f"      {words}" for words in others.words)]
         for outcome in _IN_SHORT:
-            ids = [verdict.claim.id for verdict in self.verdicts if verdict.outcome is outcome]
-            found += [f"  {outcome.value}: {', '.join(ids)}"] if ids else []
+            count = sum(verdict.outcome is outcome for verdict in self.verdicts)
+            found += [f"  {outcome.value}: {count}, listed on the page"] if count else []
         return found
 
     def write(self, folder: Path) -> Path:

@@ -12,7 +12,7 @@ from megatron_lowprec.training.distributed.interrupt import Interrupted, PeerLos
 
 
 def main(argv: Sequence[str], program: str = "pretrain_gpt.py") -> int:
-    """Exit code: 0; 2 for what a user can mend, said in one line by one process; 1 for the rest."""
+    """Exit code: 0; 2 for what a user can mend, said in one line by one process; 130 for Ctrl-C; 1 for the rest."""
     try:
         ranks = startup.prepare_environment()
     except UserError as error:

@@ -259,7 +259,7 @@ class MxRule(KernelCache):
 
     @property
     def makes_nvfp4(self) -> bool:
-        """Whether rowwise data are a ``CodedMatrix``."""
+        """Whether rowwise values may be stored as NVFP4 codes beside them."""
         formats = self.fmt.name, None if self.scale_fmt is None else self.scale_fmt.name
         plain = self.headroom == 1.0 and self.target is not None
         return plain and formats == ("e2m1", "e4m3") and (self.block_rows, self.block) == (1, 16)

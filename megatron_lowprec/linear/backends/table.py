@@ -173,7 +173,8 @@ def choose_without_gpu(name: str, gemm: GemmSpec, target: Target) -> Choice:
         if runs:
             later = row.why_not(name, gemm, target._replace(arch=_LATER)) is None
             named = f"{runs[0]} and later" if later else ", ".join(runs)
-            return here._replace(passed_over=(("", f"no GPU here; {row.name} on {named}"),))
+            unverified = ", unverified" if row.name in UNVERIFIED else ""
+            return here._replace(passed_over=(("", f"no GPU here; {row.name} on {named}{unverified}"),))
         if found:
             reasons.append(f"{row.name}: {found.get('sm90', found[row.archs[-1]])}")
     return here._replace(passed_over=(("", f"on GPUs as well: {'; '.join(reasons)}"),)) if reasons else here

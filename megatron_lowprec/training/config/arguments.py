@@ -72,7 +72,12 @@ def build_parser(problems: list[str] | None = None) -> argparse.ArgumentParser:
     Args:
         problems: gets a line for each value of a wrong type; without it the first one is raised.
     """
-    parser = _Parser(prog="pretrain_gpt.py", argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    parser = _Parser(
+        prog="pretrain_gpt.py",
+        usage="%(prog)s [--config FILE.yaml] [flags]",  # argparse would list all flags twice
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", help="YAML file with any of these options; the command line wins over it")
     for options in GROUPS:
         group = parser.add_argument_group((options.__doc__ or "").strip())

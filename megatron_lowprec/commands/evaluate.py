@@ -29,7 +29,7 @@ import numpy.typing as npt
 from megatron_lowprec.errors import Parser, UserError, disk_is_full
 from megatron_lowprec.shipped import find
 from megatron_lowprec.training.checkpoint import loader
-from megatron_lowprec.training.checkpoint.resume import check_tokenizer
+from megatron_lowprec.training.checkpoint.resume import Saved, check_tokenizer
 from megatron_lowprec.training.checkpoint.tokenizer_flags import add_tokenizer_flags, moved_tokenizer
 from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.data_options import DATA_CACHE, find_data
@@ -131,15 +131,17 @@ def evaluate(args: argparse.Namespace, ranks: startup.Ranks) -> dict[str, Any]:
     """
     check_flags(args)
     pages = read(str(find(args.wikitext))) if args.wikitext is not None else []
+    saved = loader.at_iteration(loader.find(args.load), args.iteration)
     device = None
     scored: list[tuple[Recipe, dict[str, Any]]] = []
     for name in args.recipe:
-        scorer = Scorer(args, ranks, None if name == CHECKPOINTS else name, device)
-        device = scorer.device
-        found = scorer.header()
-        same = next((scores for recipe, scores in scored if recipe == scorer.recipe), None)
-        found |= scorer.scores(pages) if same is None else same
-        scored.append((scorer.recipe, found))
+        opened = _reopen(args, saved, ranks, None if name == CHECKPOINTS else name)
+        found = next((scores for recipe, scores in scored if recipe == opened.recipe), None)
+        if found is None:
+            scorer = Scorer(args, ranks, opened, device)
+            device = scorer.device
+            found = scorer.header() | scorer.scores(pages)
+        scored.append((opened.recipe, found))
     evaluations = [found for _, found in scored]
     results = evaluations[0] if len(evaluations) == 1 else {"evaluations": evaluations}
     if args.out and ranks.rank == 0:
@@ -148,35 +150,38 @@ def evaluate(args: argparse.Namespace, ranks: startup.Ranks) -> dict[str, Any]:
     return results
 
 
+def _reopen(args: argparse.Namespace, saved: Saved, ranks: startup.Ranks, recipe: str | None) -> loader.Reopened:
+    """The checkpoint under a recipe, by name or file (None: its own), in the layout of the command line."""
+    tensor = args.tensor_model_parallel_size
+    return loader.reopen(
+        saved,
+        ranks.world_size,
+        has_gpus(),
+        recipe=recipe,
+        tensor_model_parallel_size=tensor,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        # Required with experts.
+        sequence_parallel=bool(saved.content["options"].get("num_experts")) and tensor > 1,
+        micro_batch_size=args.micro_batch_size,
+        **moved_tokenizer(args),
+    )
+
+
 class Scorer:
-    """A checkpoint's model under a recipe (None: its own), ready to score texts.
+    """A checkpoint's model under a recipe, ready to score texts.
 
     Args:
         args: of the command line.
         ranks: of this process.
-        recipe: name or file.
+        opened: the checkpoint under the recipe.
         device: of an earlier scorer of this process; None: the first, which sets up the process groups.
     """
 
     def __init__(
-        self, args: argparse.Namespace, ranks: startup.Ranks, recipe: str | None, device: torch.device | None
+        self, args: argparse.Namespace, ranks: startup.Ranks, opened: loader.Reopened, device: torch.device | None
     ) -> None:
         self._args, self._ranks = args, ranks
-        self._found = loader.at_iteration(loader.find(args.load), args.iteration)
-        tensor = args.tensor_model_parallel_size
-        opened = loader.reopen(
-            self._found,
-            ranks.world_size,
-            has_gpus(),
-            recipe=recipe,
-            tensor_model_parallel_size=tensor,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            # Required with experts.
-            sequence_parallel=bool(self._found.content["options"].get("num_experts")) and tensor > 1,
-            micro_batch_size=args.micro_batch_size,
-            **moved_tokenizer(args),
-        )
-        self.recipe = opened.recipe
+        self._found, self.recipe = opened.saved, opened.recipe
         self._length: int = opened.config.shape.seq_length if args.seq_length is None else args.seq_length
         self._stride: int = self._length if args.stride is None else args.stride
         check_stride(self._stride, self._length)
@@ -298,10 +303,17 @@ class Scorer:
 
 
 def _bytes(ids: npt.NDArray[np.integer], tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of the documents of a stream of tokens, by decoding; end tokens have none."""
-    documents = np.split(ids, np.flatnonzero(ids == tokenizer.eod))
-    texts = (tokenizer.detokenize(document[document != tokenizer.eod].tolist()) for document in documents)
-    return sum(len(text.encode()) for text in texts)
+    """UTF-8 bytes of the documents of a stream of tokens, by decoding; end tokens have none.
+
+    A character that is cut at the stream's end, of which U+FFFD is decoded, counts where its last token is.
+    """
+    *whole, last = np.split(ids, np.flatnonzero(ids == tokenizer.eod))
+
+    def text(document: npt.NDArray[np.integer]) -> str:
+        return tokenizer.detokenize(document[document != tokenizer.eod].tolist())
+
+    cut = text(last).rstrip("\N{REPLACEMENT CHARACTER}")
+    return sum(len(text(document).encode()) for document in whole) + len(cut.encode())
 
 
 def _share(split: str | None, part: str) -> tuple[float, float]:

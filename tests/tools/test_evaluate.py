@@ -56,6 +56,14 @@ def test_bits_a_byte_refer_to_the_text(trained: str) -> None:
     assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / found["bytes"] / math.log(2))
 
 
+@pytest.mark.parametrize(("most", "size"), [(9, 6), (3, 3), (4, 3), (6, 6)])
+def test_a_character_cut_by_an_end_counts_where_its_last_token_is(trained: str, most: int, size: int) -> None:
+    Path("two.jsonl").write_text(json.dumps({"text": "\N{SNOWMAN}" * 2}))
+    assert len(tokenizer().tokenize("\N{SNOWMAN}")) == 3
+    flags = ["--data-path", "two.jsonl", "--data-cache-path", "cache", "--max-tokens", str(most)]
+    assert run("--load", trained, *flags)["data"]["two.jsonl"]["bytes"] == size
+
+
 def reference_nats(folder: Path, ids: list[int], eod: int, length: int) -> float:
     """Negative log likelihood of one article in contiguous windows, the last one whole as well, by plain torch."""
     total = 0.0
@@ -110,7 +118,8 @@ def test_windows_and_recipes_are_the_user_s(trained: str, capsys: pytest.Capture
 def test_several_recipes_are_scored_as_each_alone(trained: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--load", trained, "--wikitext", "wiki.raw", "--recipe"]
     together = run(*flags, "checkpoint", "mxfp4", "mxfp8", "bf16")["evaluations"]
-    assert capsys.readouterr().out.count("articles") == 3, "a recipe given twice is scored once"
+    printed = capsys.readouterr().out
+    assert (printed.count("articles"), printed.count("windows")) == (3, 3), "a recipe given twice is scored once"
     assert [found["recipe"] for found in together] == ["bf16", "mxfp4", "mxfp8", "bf16"]
     assert together == [run(*flags, name) for name in ("checkpoint", "mxfp4", "mxfp8", "bf16")]
     assert len({found["wikitext"]["loss"] for found in together}) == 2, "mxfp4 quantizes no forward pass"

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.layer_match import Progress
-from megatron_lowprec.recipe.parsing import load_recipe, recipe_from_dict
+from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.checkpoint import storage
 from megatron_lowprec.training.checkpoint.resume import CONFIG, Saved, find_checkpoint, read
@@ -90,9 +90,14 @@ def reopen(found: Saved, world_size: int, gpus: bool, recipe: str | None = None,
     """The checkpoint's model for ``world_size`` processes; ``layout`` sets options such as parallel sizes.
 
     ``recipe`` is a name or a file; by default the checkpoint's own. Its phase is that of the last completed step.
+
+    Raises:
+        UserError: options or a recipe that this version refuses.
     """
     config = resolve_run(replace(model_options(found), **layout), world_size, gpus)
-    chosen = load_recipe(recipe, []) if recipe is not None else recipe_from_dict(found.content["recipe"])
+    chosen = found.recipe if recipe is None else load_recipe(recipe, [])
+    if chosen is None:
+        raise UserError(f"checkpoint {found.folder}: its {CONFIG} has no recipe; use the version that wrote it")
     progress = Progress(max(found.progress["iteration"] - 1, 0), phase_iters(found.content["options"]))
     chosen = chosen.during(progress)
     return Reopened(found, config, chosen, found.content["padded_vocab_size"])

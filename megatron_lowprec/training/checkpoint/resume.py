@@ -47,9 +47,15 @@ class Saved:
 
     @property
     def recipe(self) -> Recipe | None:
-        """None if the checkpoint holds none."""
+        """None if the checkpoint holds none; UserError for one that this version refuses."""
         stored = self.content.get("recipe")
-        return recipe_from_dict(stored) if stored else None
+        try:
+            return recipe_from_dict(stored) if stored else None
+        except UserError as error:
+            raise UserError(
+                f"checkpoint {self.folder}: this version refuses its recipe {stored.get('name')}; use the version that "
+                f"wrote it ({error})"
+            ) from None
 
     @property
     def notes(self) -> list[str]:

@@ -11,11 +11,12 @@ import pytest
 from megatron_lowprec import UserError, load_recipe
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.report import groups
-from megatron_lowprec.training.checkpoint import changes
-from megatron_lowprec.training.checkpoint.resume import Saved, stored_weights
+from megatron_lowprec.training.checkpoint import changes, loader, storage
+from megatron_lowprec.training.checkpoint.resume import Saved, recipe_to_continue, stored_weights
 from megatron_lowprec.training.config.options import NO_EFFECT, OPTIONS, Config
 from megatron_lowprec.training.config.phase_options import check_phase_iters, continued_phases, with_steps
 from megatron_lowprec.training.schedule import Schedule, plan
+from tests.training.checkpoint.forms import change
 
 DEFAULT = Config(num_layers=2, hidden_size=64, seq_length=32, global_batch_size=4, lr=1e-3)
 NAMES = [field.name for field in fields(Config)]
@@ -147,3 +148,16 @@ def test_a_resumed_run_keeps_its_weights_storage(
     assert config == replace(now, fp8_param_gather=after)
     assert len(notes) == (note is not None)
     assert all(found.startswith(note or "") for found in notes)
+
+
+def test_a_recipe_that_is_refused_is_told_with_its_checkpoint(folder: Path) -> None:
+    """As an older version wrote it: by each way to open it, with the field."""
+    config = folder / "config.yaml"
+    change(folder, "config.yaml", config.read_bytes().replace(b"margin: 0", b"margin: 64", 1))
+    (folder.parent / storage.TRACKER).write_text("4\n")
+    words = rf"checkpoint {folder}: this version refuses its recipe fp8_delayed; .*\(fprop\.input: margin 64 was asked"
+    with pytest.raises(UserError, match=words):
+        loader.reopen(loader.find(str(folder)), 1, False)
+    assert loader.reopen(loader.find(str(folder)), 1, False, recipe="bf16").recipe.name == "bf16"
+    with pytest.raises(UserError, match=words):
+        recipe_to_continue(Config(save=str(folder.parent)))

@@ -118,7 +118,7 @@ def test_the_state_is_what_the_memory_plan_counts(build: Build, optimizer: str) 
         (MUON | {"recipe": "fp8_lm", "bf16": True}, "fp8_lm stores AdamW's moments in e4m3, fp16, fp16, .* is muon"),
         (SGD | {"recipe": "fp8_lm_o2", "bf16": True}, "or a recipe without optimizer state such as fp8_lm_o1"),
         ({"muon_momentum": 0.9}, "--muon-momentum 0.9 is for --optimizer muon, and this run has --optimizer adam"),
-        (MUON | {"muon_lr": 0.01, "lr": 0.0}, "--muon-lr 0.01 does nothing without --lr"),
+        (MUON | {"muon_lr": 0.01, "lr": 0.0}, "--muon-lr 0.01 does nothing without --lr above 0;"),
         ({"no_muon_nesterov": True}, "--no-muon-nesterov is for --optimizer muon"),
         (MUON | {"sgd_momentum": 0.5}, "--sgd-momentum 0.5 is for --optimizer sgd"),
         (MUON | {"muon_num_ns_steps": 100}, "--muon-num-ns-steps 100: wants at least 1 and at most 99"),

@@ -192,7 +192,10 @@ def _how(config: Config, need: str) -> str:
         return f"is for {flag(first)} {wanted}, and this run has {found}; {ask}"
     if need.startswith("!"):
         return f"excludes {found}; leave one of the two out"
-    return f"does nothing without {' or '.join(map(flag, (first, *others)))}; add that, or leave it out"
+    # a number that is 0 may be given
+    positive = {name for name in (first, *others) if type(getattr(config, name)) in (int, float)}
+    asked = " or ".join(flag(name) + " above 0" * (name in positive) for name in (first, *others))
+    return f"does nothing without {asked}; add that, or leave it out"
 
 
 def _shown(name: str, value: object) -> str:

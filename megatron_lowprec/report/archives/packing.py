@@ -45,6 +45,10 @@ def write_archive(path: Path, runs: Sequence[Run], say: Callable[[str], None]) -
         for file, rows in rows_of.items()
         for table in row_tables(file, {name: rows(folders[name] / file, say) for name in sorted(folders)})
     ]
+    # a file without rows is told apart from none
+    present = {f"{name}/{file}": "" for file in rows_of for name in folders if (folders[name] / file).is_file()}
+    with_rows = {f"{name}/{table.file}" for table in tables for name in table.rows}
+    texts |= {name: empty for name, empty in present.items() if name not in with_rows}
     try:
         write(path, Content(set(folders), texts, tables))
     except OSError as error:

@@ -81,6 +81,16 @@ def test_the_latest_value_of_a_repeated_iteration_counts_in_an_archive_too(tmp_p
     assert packed.curve.final_train == run.curve.final_train
 
 
+def test_an_empty_file_of_rows_is_told_as_that_of_a_folder(tmp_path: Path, scratch: Path) -> None:
+    folder, archive = write_run(tmp_path / "run"), tmp_path / "a.safetensors.xz"
+    (folder / "metrics.jsonl").write_text("")
+    (run,), _ = find_runs([str(folder)], 0.5)
+    write_archive(archive, [run], print)
+    (packed,), _ = find_runs([str(archive)], 0.5, scratch)
+    assert run.why == f"{folder}/metrics.jsonl holds no loss yet; train for an iteration at least"
+    assert packed.why == run.why.replace(str(folder.parent), str(archive))
+
+
 def test_an_archive_is_reproducible_and_has_what_reports_need(sweep: Path, tmp_path: Path, capsys: Capture) -> None:
     archives = [tmp_path / f"{name}.safetensors.xz" for name in ("a", "b", "c")]
     reported(capsys, sweep, "--out", tmp_path / "out", "--archive", archives[0])

@@ -155,20 +155,32 @@ def test_both_commands_on_files(tmp_path: Path) -> None:
     assert (out / "recipe-diff.png").is_file()
 
 
-def test_captures_of_one_linear_are_told_apart(tmp_path: Path) -> None:
+def test_captures_of_one_linear_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By step and rank, and by a number if these are equal; their mean counts the linear once."""
     files, capture = list[str](), capture_of("mxfp8")
     captured = {"step 7": {}, "step 8": {"iteration": 8}, "step 7, tp 1 of 2": {"tensor_parallel": RankOf(1, 2)}}
     for at, changes in enumerate([*captured.values(), {"iteration": 8}]):
         (tmp_path / str(at)).mkdir()
         files.append(str(write_capture(tmp_path / str(at), replace(capture, **changes))))
-    result = recipe_diff.run(experiment.Lab(torch.device("cpu"), 0), ["mxfp8", "mxfp8_ocp", *files], [], 2)
+    lab = experiment.Lab(torch.device("cpu"), 0)
+    result = recipe_diff.run(lab, ["mxfp8", "mxfp8_ocp", *files], [], 2)
     found = {table.name: table for table in result.tables}
     for name in ("compared", "products", "operands"):
         assert list(dict.fromkeys(row["captured"] for row in found[name].rows)) == [*captured, "step 8 (2)"]
         assert [column.key for column in found[name].columns][:2] == ["linear", "captured"]
     assert len([row for row in found["compared"].rows if row["what"] == "product"]) == 4 * len(GEMM_OPERANDS)
     assert {row["count"] for row in found["layers"].rows} == {1}
+
+    def equal_rows(capture: Capture, recipe: Recipe, left_out: list[str]) -> list[dict[str, Any]]:
+        left_out.append("wgrad is emulated")
+        return [{"linear": capture.linear_id.path, "recipe": recipe.name}]
+
+    monkeypatch.setattr(captured_products, "equal_rows", equal_rows)
+    monkeypatch.setattr(captured_products, "HOPPER_CAPABILITY", None)
+    result = captured_products.run(lab, files, [], 1)
+    assert [row["captured"] for row in result.tables[0].rows] == [*captured, "step 8 (2)"]
+    assert [column.key for column in result.tables[0].columns][:2] == ["linear", "captured"]
+    assert result.notes[:1] == ("wgrad is emulated",) != result.notes[1:2]
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_blockwise", "fp8_rowwise"])

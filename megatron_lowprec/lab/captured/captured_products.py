@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -12,7 +13,7 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
 from megatron_lowprec.kernels.gemm.reference import gemm as reference_gemm
 from megatron_lowprec.lab.accumulator import FAST, FULL, HOPPER_CAPABILITY
-from megatron_lowprec.lab.captured.operand_error import captures, matrix_of, prepared, product
+from megatron_lowprec.lab.captured.operand_error import matrix_of, prepared, product, rows_of, with_captured
 from megatron_lowprec.lab.experiment import Lab, Result, Table
 from megatron_lowprec.linear.backends.protocol import CastRequest
 from megatron_lowprec.linear.capture_file import Capture
@@ -51,22 +52,18 @@ def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) 
         )
     left_out: list[str] = []
     chosen: list[LinearRecipe] = [load_recipe(name) for name in recipes]
-    rows = [
-        row
-        for capture in captures(arguments, lab.device)
-        for recipe in chosen or [capture.recipe]
-        for row in equal_rows(capture, recipe, left_out)
-    ]
+    rows = rows_of(arguments, chosen, lab.device, partial(equal_rows, left_out=left_out))
     if not rows:
         reasons = "".join(f"; {line}" for line in left_out)
         raise UserError(f"no recipe that was asked multiplies in FP8{reasons}; name fp8_current or another FP8 recipe")
     notes = (
-        *left_out,
+        *dict.fromkeys(left_out),
         f"the first {SIZE} rows and columns of each product, rounded to bf16; operands have the same codes",
         "reference: kernels/gemm/fp8_accumulator.py on the CPU, promoted every 128 terms without fast accumulation",
         "fp32 sums: torch's fp32 product of the codes instead of the reference",
     )
-    return Result("Products of captured operands", notes, [Table("products", "equal outputs", COLUMNS, rows)], {})
+    table = Table("products", "equal outputs", with_captured(COLUMNS, rows), rows)
+    return Result("Products of captured operands", notes, [table], {})
 
 
 def equal_rows(capture: Capture, recipe: LinearRecipe, left_out: list[str]) -> Iterator[Row]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,16 @@ def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) 
     if not arguments:
         raise UserError("operand-error was asked without a file; name files that --capture-step wrote")
     chosen: list[LinearRecipe] = [load_recipe(name) for name in recipes]
-    return error_result(rows_of(arguments, chosen, draws, lab.device), draws)
+    return error_result(rows_of(arguments, chosen, lab.device, partial(error_rows, draws=draws)), draws)
 
 
-def rows_of(files: Sequence[str], recipes: Sequence[LinearRecipe], draws: int, device: torch.device) -> list[Row]:
-    """``error_rows`` of each file and recipe, by default the file's own.
+def rows_of(
+    files: Sequence[str],
+    recipes: Sequence[LinearRecipe],
+    device: torch.device,
+    rows_under: Callable[[Capture, LinearRecipe], Iterable[Row]],
+) -> list[Row]:
+    """``rows_under`` each recipe, by default the file's own, of the capture in each file.
 
     If several files hold one linear, rows have ``captured`` as well: step and ranks, numbered where these are equal.
     """
@@ -80,7 +86,7 @@ def rows_of(files: Sequence[str], recipes: Sequence[LinearRecipe], draws: int, d
         name = ", ".join(parts)
         times[path, name] += 1
         number = times[path, name]
-        rows = [row for recipe in recipes or [capture.recipe] for row in error_rows(capture, recipe, draws)]
+        rows = [row for recipe in recipes or [capture.recipe] for row in rows_under(capture, recipe)]
         found.append((path, name if number == 1 else f"{name} ({number})", rows))
     several = len(found) > len({path for path, *_ in found})
     return [{**row, "captured": name} if several else row for _, name, rows in found for row in rows]

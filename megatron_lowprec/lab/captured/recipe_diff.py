@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.lab.captured.operand_error import error_result, linear_of, rows_of, with_captured
+from megatron_lowprec.lab.captured.operand_error import error_result, error_rows, linear_of, rows_of, with_captured
 from megatron_lowprec.lab.experiment import Lab, Result, Table
 from megatron_lowprec.recipe.explain import describe_operand
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
@@ -40,7 +40,7 @@ def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) 
     title = f"{first.name} and {second.name}"
     if len(arguments) == 2:
         return Result(title, (), [fields], {})
-    rows = rows_of(arguments[2:], (first, second), draws, lab.device)
+    rows = rows_of(arguments[2:], (first, second), lab.device, partial(error_rows, draws=draws))
     return error_result(rows, draws, [fields, comparison(rows, first, second)], title)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -195,6 +196,19 @@ def atomic_replace(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Path of a new folder in ``folder``, whose files move up at the end; on an error they are removed instead."""
+    partial = folder / f".unfinished.{secrets.token_hex(4)}"
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for file in partial.iterdir():
+            file.replace(folder / file.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def atomic_write(path: Path, text: str, *, durable: bool = False) -> None:

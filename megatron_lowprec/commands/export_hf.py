@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
-from megatron_lowprec.files import default_mode
+from megatron_lowprec.files import default_mode, whole_folder
 from megatron_lowprec.training.checkpoint import loader
 from megatron_lowprec.training.checkpoint.resume import check_tokenizer
 from megatron_lowprec.training.checkpoint.tokenizer_flags import add_tokenizer_flags, moved_tokenizer
@@ -62,17 +62,12 @@ def export(args: argparse.Namespace) -> list[str]:
     name = dtype or ("bfloat16" if config.bf16 else "float32")
     about = to_hf_config(config, tokenizer.vocab_size, tokenizer.eod, name)
     tensors = to_hf_weights(config, read_weights(found.folder), tokenizer.vocab_size, getattr(torch, name))
-    partial = out / "unfinished"
-    partial.mkdir(parents=True)
-    with whole_or_nothing(partial, f"--out {out}"):
+    with whole_folder(out) as partial, whole_or_nothing(partial, f"--out {out}"):
         weights = partial / "model.safetensors"
         save_file(tensors, weights, metadata={"format": "pt"})
         default_mode(weights)
         (partial / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         files = write_tokenizer(config, config.shape.max_position_embeddings, partial)
-    for file in partial.iterdir():
-        file.replace(out / file.name)
-    partial.rmdir()
     count = sum(tensor.numel() for tensor in tensors.values())
     lines = [f"{found.folder} -> {out}: {about['architectures'][0]}, {count:,} weights in {name}"]
     return [*found.notes, *lines, f"tokenizer: {tokenizer}; {', '.join(files) or 'no files'}"]

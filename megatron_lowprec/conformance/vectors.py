@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.files import whole_folder
 
 Tensors = dict[str, torch.Tensor]
 INPUTS = "inputs"
@@ -66,7 +67,7 @@ def read_cases(folder: Path, only: str = "") -> Iterator[Case]:
 
 
 def write_cases(folder: Path, inputs: Tensors, cases: Iterable[Case]) -> int:
-    """Write ``inputs`` and cases into a folder, which is created; returns the number of cases.
+    """Write ``inputs`` and cases, all or none, into a folder, which is created; returns the number of cases.
 
     Raises:
         UserError: the folder has vectors, or cannot be created; safetensors is missing.
@@ -78,16 +79,17 @@ def write_cases(folder: Path, inputs: Tensors, cases: Iterable[Case]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--export {folder} cannot be created: {error}") from None
-    save_file(_stored(inputs), str(folder / f"{INPUTS}.safetensors"))
     count = 0
-    for case in cases:
-        count += 1
-        arrays = {
-            f"{group.name}.{key}" if group.name else key: value
-            for group in case.groups
-            for key, value in (group.given | group.results | group.marks).items()
-        }
-        save_file(_stored(arrays), str(folder / f"{case.name}.safetensors"), case.meta)
+    with whole_folder(folder) as partial:
+        save_file(_stored(inputs), str(partial / f"{INPUTS}.safetensors"))
+        for case in cases:
+            count += 1
+            arrays = {
+                f"{group.name}.{key}" if group.name else key: value
+                for group in case.groups
+                for key, value in (group.given | group.results | group.marks).items()
+            }
+            save_file(_stored(arrays), str(partial / f"{case.name}.safetensors"), case.meta)
     return count
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from megatron_lowprec.conformance.vectors import Case, Group, Tensors, read_case
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import get_recipe, recipes
 from tests.docs.markdown import ROOT, fences
+from tests.training.helpers import largest_file
 
 OWN = "megatron_lowprec.conformance.own_adapter:adapt"
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -93,6 +95,20 @@ def test_exported_vectors_are_the_ones_in_memory(tmp_path: Path) -> None:
     assert main(["--vectors", str(folder), "--adapter", OWN, "--require", "."]) == 0
     with pytest.raises(UserError, match=r"has \*\.safetensors; name a new folder"):
         main(["--export", str(folder)])
+
+
+def test_an_export_that_fails_leaves_no_vectors(tmp_path: Path) -> None:
+    """Fewer files would be taken for all, and stand in the way of the next attempt."""
+    folder, export = tmp_path / "vectors", ["--only", "mxfp4", "--export", str(tmp_path / "vectors")]
+    assert main(export) == 0
+    size = max(path.stat().st_size for path in folder.iterdir())
+    written = {path.name for path in folder.iterdir()}
+    shutil.rmtree(folder)
+    with largest_file(size - 1), pytest.raises(Exception, match="File too large"):
+        main(export)
+    assert list(folder.iterdir()) == []
+    assert main(export) == 0
+    assert {path.name for path in folder.iterdir()} == written
 
 
 def test_a_result_that_is_left_out_fails_only_where_it_is_required(capsys: pytest.CaptureFixture[str]) -> None:

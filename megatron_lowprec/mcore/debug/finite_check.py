@@ -35,7 +35,7 @@ class Finding:
 
     Microbatches are independent, a backward follows its forward, and ``depth`` counts pipeline stages in the order of
     the pass. On one stage ``order`` counts checked tensors. ``gemm`` is the name for ``--rerun-in-bf16``, empty outside
-    of GEMMs.
+    of quantized GEMMs.
     """
 
     microbatch: int
@@ -127,7 +127,7 @@ class _CheckedGemms(InstrumentedGemms):
     ) -> tuple[torch.Tensor, SavedForBackward]:
         self._check_operands("fprop", x_TI, w_OI, rng_step)
         bias = options["bias_O"] if "bias_O" in options else rest[1] if len(rest) > 1 else None
-        self._check_tensor("fprop", "bias", bias, rng_step, gemm="")
+        self._check_tensor("fprop", "bias", bias, rng_step, in_gemm=False)
         y, saved = self._inner.forward(x_TI, w_OI, rng_step, *rest, **options)
         self._check_tensor("fprop", _PRODUCT, y, rng_step)
         return y, saved
@@ -153,9 +153,10 @@ class _CheckedGemms(InstrumentedGemms):
             self._check_tensor(name, f"operand {operand}", tensor, rng_step)
 
     def _check_tensor(
-        self, name: str, what: str, tensor: torch.Tensor | None, rng_step: RngStep, gemm: str | None = None
+        self, name: str, what: str, tensor: torch.Tensor | None, rng_step: RngStep, in_gemm: bool = True
     ) -> None:
-        gemm = f"{self._path.split()[0]}.{name}" if gemm is None else gemm
+        quantized = in_gemm and self._inner.recipe.gemms[name].quantized
+        gemm = f"{self._path.split()[0]}.{name}" if quantized else ""
         told = f"{self._path}, {name}, {what}"
         self._check.inspect(told, tensor, self._chunk, rng_step.microbatch, name != "fprop", gemm)
 

@@ -15,6 +15,7 @@ from megatron_lowprec.mcore.debug.finite_check import Finding, FiniteCheck
 from megatron_lowprec.mcore.optim.expert_bias import keep_expert_biases
 from megatron_lowprec.mcore.optim.stored_gradient import has_finite_gradient
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
+from megatron_lowprec.recipe.parsing import recipe_from_dict
 from megatron_lowprec.training.checkpoint import random_state
 from megatron_lowprec.training.config.resolve import describe_layout
 from megatron_lowprec.training.data.batches import Batches
@@ -28,7 +29,7 @@ REPORT = "bad_numbers.md"
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The first non-finite tensor as text, and the GEMM's name if it is of one."""
+    """The first non-finite tensor as text, and the GEMM's name if it is of a quantized one."""
 
     text: str
     gemm: str = ""
@@ -147,6 +148,14 @@ class BadSteps:
             "Continue from an older one."
         )
         layout = describe_layout(content["layout"])
+        advice = "The recipe quantizes none: look at data, learning rate, and the hardware."
+        if recipe_from_dict(content["recipe"]).quantized:
+            advice = f"""To see whether its
+quantization is at fault, continue from the checkpoint with only that GEMM unquantized:
+
+    --rerun-in-bf16 {self._gemm or "layers.N.mlp.linear_fc1.dgrad"}
+
+or with all of it, `--recipe bf16`. If neither helps the cause lies elsewhere: data, learning rate, or the hardware."""
         text = f"""# Stopped at iteration {iteration}: {reason}
 
 Recipe {content["recipe"]["name"]}; {layout}; seed {content["options"]["seed"]}.
@@ -155,12 +164,7 @@ Recipe {content["recipe"]["name"]}; {layout}; seed {content["options"]["seed"]}.
 
 {state}
 
-A GEMM is named by layer (counted from 1 over all pipeline stages), linear layer and pass. To see whether its
-quantization is at fault, continue from the checkpoint with only that GEMM unquantized:
-
-    --rerun-in-bf16 {self._gemm or "layers.N.mlp.linear_fc1.dgrad"}
-
-or with all of it, `--recipe bf16`. If neither helps the cause lies elsewhere: data, learning rate, or the hardware.
+A GEMM is named by layer (counted from 1 over all pipeline stages), linear layer and pass. {advice}
 """
         self.run_folder.mkdir(parents=True, exist_ok=True)
         (self.run_folder / REPORT).write_text(text, encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -231,6 +232,27 @@ def test_too_many_in_a_row_stop_with_a_checkpoint_and_a_report(drive: Drive, mon
     # The weights are the last good ones: the run goes on once the cause is gone.
     drive(argv(**COMMON | {"train_iters": 6}))
     assert math.isfinite(rows(Path("out"))[-1]["grad-norm"])
+
+
+@pytest.mark.parametrize(("recipe", "advised"), [("bf16", None), ("mxfp4", "layers.N.mlp.linear_fc1.dgrad")])
+def test_only_a_quantized_gemm_is_advised_to_run_in_bf16(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, recipe: str, advised: str | None
+) -> None:
+    """The other is refused: mxfp4's forward pass is in bf16."""
+    compute = LinearGemms.forward
+
+    def spoiled(self: LinearGemms, *arguments: Any, **options: Any) -> Any:
+        product = compute(self, *arguments, **options)
+        product[0].view(-1)[7] = math.nan
+        return product
+
+    monkeypatch.setattr(LinearGemms, "forward", spoiled)
+    with refused(match=r"1 iterations in a row were skipped"):
+        drive(argv(**COMMON | {"recipe": recipe}, max_skipped_steps=1, no_self_test=True))
+    report = Path("out/bad_numbers.md").read_text()
+    assert "layers.1.self_attention.linear_qkv, fprop, product of finite operands" in report
+    assert re.findall("--rerun-in-bf16 (.*)", report) == ([] if advised is None else [advised])
+    assert ("The recipe quantizes none: look at data" in report) == (advised is None)
 
 
 def test_a_run_that_ends_with_skipped_iterations_has_failed(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:

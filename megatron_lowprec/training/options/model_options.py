@@ -14,7 +14,7 @@ class ModelOptions(Group):
 
     PART = Part.SHAPE
 
-    num_layers: int | None = arg(None, "transformer layers", least=1, required=True)
+    num_layers: int | None = arg(None, "transformer layers", least=1, most=10_000, required=True)
     hidden_size: int | None = arg(None, "width of the residual stream", least=1, required=True)
     ffn_hidden_size: int | None = arg(
         None, "width of the MLP; default 4 x hidden, with --swiglu 2/3 of it in multiples of 64", least=1

@@ -142,6 +142,7 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"adam_beta2": 1.0}, ["--adam-beta2 1.0: wants at least 0 and below 1"]),
     (1, {"hidden_dropout": math.nan}, ["--hidden-dropout nan: wants at least 0 and below 1"]),
     (1, {**LATENT, "v_head_dim": 0}, ["--v-head-dim 0: wants at least 1"]),
+    (1, {"num_layers": 10**9}, ["--num-layers 1000000000: wants at least 1 and at most 10000"]),
     (1, {"manual_gc_interval": 2}, ["--manual-gc-interval 2", "--manual-gc"]),
     (1, {"wandb_entity": "team"}, ["--wandb-entity team", "--wandb-project"]),
     (1, {**TE, "reset_attention_mask": True}, ["--reset-attention-mask", "--transformer-impl local"]),

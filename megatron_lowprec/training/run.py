@@ -51,6 +51,7 @@ from megatron_lowprec.training.distributed.startup import Ranks, connect, finali
 from megatron_lowprec.training.distributed.visible_gpus import has_gpus
 from megatron_lowprec.training.memory import report as memory_report
 from megatron_lowprec.training.memory.plan import GIB
+from megatron_lowprec.training.models.common.rank_sizes import sequence_ranks
 from megatron_lowprec.training.models.sizes import linear_sites, num_parameters, tensor_ranks
 from megatron_lowprec.training.monitoring.counterfactuals import check_counterfactuals
 from megatron_lowprec.training.monitoring.operand_files import capture_line, check_capture
@@ -79,6 +80,15 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     if config.sequence_parallel and config.tensor_model_parallel_size == 1:
         notes = [*notes, "--sequence-parallel does nothing at --tensor-model-parallel-size 1"]
     config = resolve_model(config)
+    if (
+        config.moe_router_load_balancing_type == "sinkhorn"
+        and sequence_ranks(config) * config.context_parallel_size > 1
+    ):
+        notes = [
+            *notes,
+            "--moe-router-load-balancing-type sinkhorn: each rank of a sequence balances its own tokens, which go to "
+            "other experts than in one process",
+        ]
     config, recipe, more = _recipe(config, given)
     notes = notes + more
     sites, layers, sharing = linear_sites(config), config.shape.num_layers, tensor_ranks(config)

@@ -76,6 +76,16 @@ def test_a_recipe_that_quantizes_nothing_has_a_note(drive: Drive, capsys: pytest
     assert "recipe fp8_current_bf16_ends quantizes nothing in this model" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sinkhorn_on_parts_of_a_sequence_has_a_note(
+    drive: Drive, capsys: pytest.CaptureFixture[str], ranks: int
+) -> None:
+    layout = {"sequence_parallel": True, "tensor_model_parallel_size": ranks}
+    experts = {"num_experts": 2, "disable_bias_linear": True, "moe_router_load_balancing_type": "sinkhorn"}
+    drive(argv(**experts, **layout, explain_recipe=True))
+    assert ("sinkhorn: each rank of a sequence balances its own" in capsys.readouterr().out) == (ranks > 1)
+
+
 def test_a_recipe_of_many_overrides_has_a_folder(drive: Drive) -> None:
     many = [word for i in range(20) for word in ("--recipe-override", f"keep_bf16.names=['layers.{i % 2 + 1}.*']")]
     drive(argv(recipe="mxfp8", hidden_size=128, train_iters=1, no_save=True) + many)

@@ -37,7 +37,8 @@ def quantize_frozen_weights(model: M, storage: QuantSpec | None = None, dtype: t
     weight takes the values of these codes, and the recipe quantizes them in each pass.
 
     Call it after ``convert``, and before DistributedDataParallel and fully_shard. Codes and scales are buffers named
-    ``weight_rowwise_data``, ``weight_rowwise_scale`` and so on; ``load_state_dict`` also takes an unquantized weight.
+    ``weight_rowwise_data``, ``weight_rowwise_scale`` and so on; ``load_state_dict`` also takes an unquantized weight,
+    which each rank needs: ``broadcast_from_rank0`` of ``torch.distributed.checkpoint`` sends only what layers hold.
 
     Args:
         model: its layers whose weight has ``requires_grad=False`` change, others stay.

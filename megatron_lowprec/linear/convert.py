@@ -146,6 +146,7 @@ def convert(
         data_parallel_rank: enters the key of random draws; by default the rank in ``group``, of those that hold shards
             of one weight that of their mesh; 0 in one process.
         group: data-parallel ranks, which hold the same layers, for the amaxes of delayed scaling; None for all ranks.
+            A stage of a pipeline needs its own: the first pass waits for the amaxes of all, which other stages lack.
 
     Raises:
         UserError: a recipe that sets optimizer state or gradient reduction; a model without layers to convert,

@@ -49,8 +49,10 @@ class Saved:
     def recipe(self) -> Recipe | None:
         """None if the checkpoint holds none; UserError for one that this version refuses."""
         stored = self.content.get("recipe")
+        if not stored:
+            return None
         try:
-            return recipe_from_dict(stored) if stored else None
+            return recipe_from_dict(stored)
         except UserError as error:
             raise UserError(
                 f"checkpoint {self.folder}: this version refuses its recipe {stored.get('name')}; use the version that "

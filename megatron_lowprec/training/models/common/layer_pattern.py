@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
@@ -10,25 +11,30 @@ from megatron_lowprec.training.config.options import Config
 _TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
 
 
-def layers_with_experts(config: Config) -> list[bool]:
+def layers_with_experts(config: Config) -> tuple[bool, ...]:
     """For each layer, whether it has experts.
 
     Raises:
         UserError: the option is neither a number nor a pattern, or the pattern has another number of layers.
     """
-    asked, layers = config.moe_layer_freq.replace(" ", ""), config.sizes.num_layers
+    return _pattern(config.moe_layer_freq, config.sizes.num_layers)
+
+
+@lru_cache(maxsize=8)  # each layer asks
+def _pattern(freq: str, layers: int) -> tuple[bool, ...]:
+    asked = freq.replace(" ", "")
     if asked.isdecimal() and int(asked) > 0:
-        return [layer % int(asked) == 0 for layer in range(layers)]
+        return tuple(layer % int(asked) == 0 for layer in range(layers))
     terms = [_TERM.fullmatch(term) for term in asked.removeprefix("(").removesuffix(")").split("+")]
     parts = [(term[1].split(","), int(term[2] or 1)) for term in terms if term]
     length = sum(len(digits) * times for digits, times in parts)  # before a list that memory may not hold
     if None in terms or length != layers:
         found = "no such pattern" if None in terms else f"a pattern of {length} layers"
         raise UserError(
-            f"--moe-layer-freq {config.moe_layer_freq} is {found}; give a number, or a pattern of --num-layers "
-            f"{layers} zeros (dense) and ones (experts), such as ([0]*1+[1]*{layers - 1})"
+            f"--moe-layer-freq {freq} is {found}; give a number, or a pattern of --num-layers {layers} zeros (dense) "
+            f"and ones (experts), such as ([0]*1+[1]*{layers - 1})"
         )
-    return [digit == "1" for digits, times in parts for digit in digits * times]
+    return tuple(digit == "1" for digits, times in parts for digit in digits * times)
 
 
 def canonical_pattern(config: Config) -> str:

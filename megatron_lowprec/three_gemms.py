@@ -14,7 +14,7 @@ from megatron_lowprec.kernels.quantize.reference import scale_blocks
 from megatron_lowprec.quantization.quantizer import quantize_by_reference
 from megatron_lowprec.quantization.random_stream import Purpose, RandomStream, RngStep, stream_key
 from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
-from megatron_lowprec.recipe.schema import LinearRecipe, QuantSpec
+from megatron_lowprec.recipe.schema import HadamardSpec, LinearRecipe, QuantSpec
 
 
 class Draws(NamedTuple):
@@ -54,37 +54,55 @@ def three_gemms(
 
 def gemm(name: str, recipe: LinearRecipe, pair: dict[str, Tensor], draws: Draws, amaxes: dict[str, Tensor]) -> Tensor:
     """``a @ b.T`` of two tensors [R, K], each transformed and quantized."""
-    gemm_spec, operands, group = recipe.gemms[name], [], None
+    gemm_spec = recipe.gemms[name]
+    hadamard = gemm_spec.hadamard
+    operands = []
     for tensor, x in pair.items():
-        spec, amax, operand = getattr(gemm_spec, tensor), amaxes.get(tensor, torch.zeros(())), x.float()
+        spec = getattr(gemm_spec, tensor)
+        amax = amaxes.get(tensor, torch.zeros(()))
+        operand = x.float()
         if spec is not None and spec.source == "fprop":  # instead of the original tensor
             stream = draws.stream("rounding", "fprop", tensor)
             operand = quantized(operand.t(), getattr(recipe.fprop, tensor), stream, amax, None).dequantize().t()
-        if gemm_spec.hadamard is not None:  # orthogonal, and the same for both operands: it cancels in the product
-            group, fixed = gemm_spec.hadamard.block, gemm_spec.hadamard.fixed_signs
-            signs = draws.stream("sign", name).signs(group, x.device) if fixed is None else x.new_tensor(fixed).float()
-            operand = hadamard_transform(torch.nn.functional.pad(operand, (0, -x.shape[1] % group)), signs)
-            operand = operand.to(x.dtype).float() if gemm_spec.hadamard.output == "operand" else operand
+        if hadamard is not None:
+            operand = transformed(operand, hadamard, draws.stream("sign", name))
+            if hadamard.output == "operand":
+                operand = operand.to(x.dtype).float()
+        group = None if hadamard is None else hadamard.block
         operands.append(as_operand(operand, spec, draws.stream("rounding", name, tensor), amax, group))
-    return product(operands[0], operands[1], x.dtype)
+    a, b = operands
+    return product(a, b, x.dtype)
+
+
+def transformed(x: Tensor, hadamard: HadamardSpec, stream: RandomStream) -> Tensor:
+    """x [R, K], K filled up to blocks; orthogonal and the same for both operands, so it cancels in their product."""
+    block, fixed = hadamard.block, hadamard.fixed_signs
+    signs = stream.signs(block, x.device) if fixed is None else x.new_tensor(fixed)
+    return hadamard_transform(torch.nn.functional.pad(x, (0, -x.shape[1] % block)), signs)
 
 
 def quantized(x: Tensor, spec: QuantSpec, stream: RandomStream, amax: Tensor, group: int | None) -> QuantizedTensor:
     """x, fp32 [R, K], transformed in groups of entries, as elements on the format's grid and decode scales."""
-    made = quantize_by_reference(x, spec, stream, tensor_amax=amax if spec.scaling == "delayed" else None, group=group)
-    return QuantizedTensor(x.shape, x.dtype, spec, made.data, made.scale, rowwise_tensor_scale=made.tensor_scale)
+    delayed = amax if spec.scaling == "delayed" else None
+    found = quantize_by_reference(x, spec, stream, tensor_amax=delayed, group=group)
+    return QuantizedTensor(x.shape, x.dtype, spec, found.data, found.scale, rowwise_tensor_scale=found.tensor_scale)
 
 
 def as_operand(x: Tensor, spec: QuantSpec | None, stream: RandomStream, amax: Tensor, group: int | None) -> Operand:
-    """The operand of a product."""
+    """The operand of a product; a scale is in the data, applied to sums over its blocks, or a factor of the product."""
     if spec is None:
         return Operand(x, None, x.shape[1], 1.0)
-    made, inner, outer = quantized(x, spec, stream, amax, group), block_sizes(spec, x), spec.outer_block
-    scale, above, folds = as_numbers(made.scale, spec.scale_format), made.rowwise_tensor_scale, spec.folds_scale
-    alpha = (1.0 if above is None or outer else above) / spec.headroom
-    data = scale_blocks(made.elements, scale, inner) if folds else made.elements  # exact, also in bf16
-    kept, block = (above if outer else None, outer or (1, x.shape[1])) if folds else (scale, inner)
-    return Operand(data, None if kept is None else scale_blocks(torch.ones_like(x), kept, block), block[1], alpha)
+    found = quantized(x, spec, stream, amax, group)
+    block, scale = block_sizes(spec, x), as_numbers(found.scale, spec.scale_format)
+    above = found.rowwise_tensor_scale  # of the tensor, or of outer blocks
+    alpha = (1.0 if above is None or spec.outer_block else above) / spec.headroom
+    if not spec.folds_scale:
+        return Operand(found.elements, scale_blocks(torch.ones_like(x), scale, block), block[1], alpha)
+    data = scale_blocks(found.elements, scale, block)  # exact, also in bf16
+    if above is not None and spec.outer_block:
+        outer = scale_blocks(torch.ones_like(x), above, spec.outer_block)
+        return Operand(data, outer, spec.outer_block[1], alpha)
+    return Operand(data, None, x.shape[1], alpha)
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
@@ -95,6 +113,9 @@ def product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     total, block = torch.zeros(()), min(a.block, b.block)
     for k in range(0, a_data.shape[1], block):
         part = a_data[:, k : k + block].float() @ b_data[:, k : k + block].float().t()
-        part = part if a.scale is None else part * a.scale[:, k, None]
-        total = total + (part if b.scale is None else part * b.scale[:, k])
+        if a.scale is not None:
+            part = part * a.scale[:, k, None]
+        if b.scale is not None:
+            part = part * b.scale[:, k]
+        total = total + part
     return (total * alpha).to(dtype)

@@ -20,7 +20,7 @@ from megatron_lowprec.recipe.explain import phase_in_force
 from megatron_lowprec.recipe.layer_match import Progress
 from megatron_lowprec.training.calibrate import PASSES, calibrate
 from megatron_lowprec.training.checkpoint import random_state
-from megatron_lowprec.training.checkpoint.checkpoint import Progress as TrainingProgress
+from megatron_lowprec.training.checkpoint.checkpoint import RunProgress
 from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths
@@ -49,7 +49,7 @@ class Run:
     device: torch.device
     trainer: Trainer
     data: Data
-    progress: TrainingProgress
+    progress: RunProgress
     log: RunLog
     stops: StopReasons
     checkpoints: CheckpointWriter

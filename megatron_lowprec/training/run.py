@@ -62,7 +62,9 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_lowprec.mcore.graphs.layer_graphs import LayerGraphs
+    from megatron_lowprec.training.checkpoint.checkpoint import RunProgress
     from megatron_lowprec.training.data.batches import Data
+    from megatron_lowprec.training.model import Trainer
 
 _MANY_EPOCHS = 10  # beyond, a run is more likely to lack a --data-path than to want them
 
@@ -182,7 +184,6 @@ def _explanation(config: Config, recipe: Recipe) -> str:
 
 
 def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Recipe, ranks: Ranks) -> None:
-
     from megatron_lowprec.training.checkpoint.resume import source
 
     config = resolve_run(config, ranks.world_size, gpus=has_gpus())
@@ -227,7 +228,6 @@ def _work(plan: RunPlan, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop
 
     same_as_on_rank_0(plan.shared)
     lay_out(plan.config)
-
     with PeerWatch(ranks.rank):
         stop = _train_on_ranks(plan, device, ranks, signals, lock)
     finalize()
@@ -235,43 +235,23 @@ def _work(plan: RunPlan, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop
 
 
 def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop | None:
-    from megatron_lowprec.mcore.runtime import RecipeRuntime
+    """Build what trains, load what the run continues from, say what it is, and train."""
     from megatron_lowprec.training import loop, model
-    from megatron_lowprec.training.checkpoint import checkpoint
     from megatron_lowprec.training.checkpoint.writer import CheckpointWriter, origin_of
     from megatron_lowprec.training.data import batches
-    from megatron_lowprec.training.distributed.rank_sync import on_any_rank, run_on_all_ranks, same_on_all_ranks
+    from megatron_lowprec.training.distributed.rank_sync import run_on_all_ranks, same_on_all_ranks
     from megatron_lowprec.training.monitoring.log import RunLog
-    from megatron_lowprec.training.monitoring.native_check import prepare
     from megatron_lowprec.training.monitoring.run_metadata import RunRecord
-    from megatron_lowprec.training.monitoring.self_test import self_test
 
     run_on_all_ranks(lock.acquire)
     config, paths, content = plan.config, plan.paths, plan.content
-    notes = list(plan.later_notes)
-    vocabulary, layout = content["padded_vocab_size"], content["layout"]
     same_on_all_ranks("the checkpoint to continue from", str(plan.found.folder) if plan.found is not None else "none")
     splits = batches.build(config, plan.tokenizer, ranks.rank, ranks.local_rank)
-    trainer = model.build(config, plan.recipe, plan.schedule, vocabulary)
-    runtime = trainer.runtime
-    if isinstance(runtime, RecipeRuntime):
-        run_on_all_ranks(lambda: prepare(config.native, runtime.backends))
-    if not config.no_self_test and config.transformer_impl == "local":
-        run_on_all_ranks(lambda: self_test(plan.recipe, trainer.config.params_dtype, device))
-    progress = checkpoint.Progress()
-    uncalibrated = config.calibrate_amax and bool(plan.recipe.delayed_operands())
-    if config.calibrate_amax and not uncalibrated:
-        notes.append(f"--calibrate-amax: nothing to fill, recipe {plan.recipe.name} has no delayed scaling")
-    if plan.found is not None:
-        loaded = checkpoint.load(plan.found, trainer, config, layout)
-        progress, uncalibrated = loaded.progress, loaded.uncalibrated
-        begun = f"continuing from {plan.found.folder} at iteration {progress.iteration}"
-        notes += [f"weights of {plan.found.folder}" if config.finetune else begun, *loaded.notes]
-    # that of the last completed step, whose evaluation may be due; the loop enters the next step's
+    trainer = model.build(config, plan.recipe, plan.schedule, content["padded_vocab_size"])
+    _check_numerics(plan, trainer, device)
+    progress, uncalibrated, loaded_notes = _load(plan, trainer, device)
+    notes = [*plan.later_notes, *loaded_notes]
     last = Progress(max(progress.iteration - 1, 0), config.train_iters)
-    trainer.enter_phase(last.step)
-    if progress.iteration > 0 and plan.found is not None and other_recipe(plan.found, plan.recipe) is not None:
-        uncalibrated |= on_any_rank(trainer.fit_histories(), device)  # of layers that the recipe before left in bf16
     first = ranks.rank == 0
     if first:
         notes += keep_older_run(paths, config)
@@ -284,7 +264,7 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
         "device": _device_name(str(device)),
         "processes": ranks.world_size,
         "versions": dict(versions()),
-        "parameters": num_parameters(config, vocabulary),
+        "parameters": num_parameters(config, content["padded_vocab_size"]),
         "tokens": plan.samples * config.shape.seq_length,
     }
     record = RunRecord(paths.record, first, facts, continues=plan.continues)
@@ -322,6 +302,45 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
         record.end(progress.iteration, peak)
         log.close(failed=stop is not None and stop.error is not None)
     return stop
+
+
+def _check_numerics(plan: RunPlan, trainer: Trainer, device: torch.device) -> None:
+    """Compare this GPU's products and draws with the reference's; raises a rank's UserError on all."""
+    from megatron_lowprec.mcore.runtime import RecipeRuntime
+    from megatron_lowprec.training.distributed.rank_sync import run_on_all_ranks
+    from megatron_lowprec.training.monitoring.native_check import prepare
+    from megatron_lowprec.training.monitoring.self_test import self_test
+
+    config, runtime = plan.config, trainer.runtime
+    if isinstance(runtime, RecipeRuntime):
+        run_on_all_ranks(lambda: prepare(config.native, runtime.backends))
+    if not config.no_self_test and config.transformer_impl == "local":
+        run_on_all_ranks(lambda: self_test(plan.recipe, trainer.config.params_dtype, device))
+
+
+def _load(plan: RunPlan, trainer: Trainer, device: torch.device) -> tuple[RunProgress, bool, list[str]]:
+    """Load the plan's checkpoint, if it has one.
+
+    Returns:
+        the run's progress, whether amax histories are to be filled before the first step, and notes.
+    """
+    from megatron_lowprec.training.checkpoint import checkpoint
+    from megatron_lowprec.training.distributed.rank_sync import on_any_rank
+
+    config, progress, notes = plan.config, checkpoint.RunProgress(), list[str]()
+    uncalibrated = config.calibrate_amax and bool(plan.recipe.delayed_operands())
+    if config.calibrate_amax and not uncalibrated:
+        notes.append(f"--calibrate-amax: nothing to fill, recipe {plan.recipe.name} has no delayed scaling")
+    if plan.found is not None:
+        loaded = checkpoint.load(plan.found, trainer, config, plan.content["layout"])
+        progress, uncalibrated = loaded.progress, loaded.uncalibrated
+        begun = f"continuing from {plan.found.folder} at iteration {progress.iteration}"
+        notes += [f"weights of {plan.found.folder}" if config.finetune else begun, *loaded.notes]
+    # that of the last completed step, whose evaluation may be due; the loop enters the next step's
+    trainer.enter_phase(max(progress.iteration - 1, 0))
+    if progress.iteration > 0 and plan.found is not None and other_recipe(plan.found, plan.recipe) is not None:
+        uncalibrated |= on_any_rank(trainer.fit_histories(), device)  # of layers that the recipe before left in bf16
+    return progress, uncalibrated, notes
 
 
 def _peak_memory(device: torch.device, graphs: LayerGraphs | None) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from megatron_lowprec.report.groups import group_runs
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.checkpoint import loader, resume
-from megatron_lowprec.training.checkpoint.checkpoint import Progress
+from megatron_lowprec.training.checkpoint.checkpoint import RunProgress
 from megatron_lowprec.training.checkpoint.resume import Saved
 from megatron_lowprec.training.config import accumulation_options
 from megatron_lowprec.training.config.arguments import flag, parse
@@ -205,7 +205,7 @@ def planned(name: str, *flags: str) -> RunPlan:
 
 def saved_at_7(content: dict[str, Any]) -> Saved:
     """The checkpoint of a start with this content, in its folder."""
-    content = {**content, "progress": asdict(Progress(iteration=7, consumed_samples=7 * 64))}
+    content = {**content, "progress": asdict(RunProgress(iteration=7, consumed_samples=7 * 64))}
     folder = Path("out/iter_0000007")
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(content))

@@ -17,7 +17,7 @@ from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.training import model, schedule
 from megatron_lowprec.training.calibrate import calibrate
 from megatron_lowprec.training.checkpoint import checkpoint, optimizer_state, resume
-from megatron_lowprec.training.checkpoint.checkpoint import Progress
+from megatron_lowprec.training.checkpoint.checkpoint import RunProgress
 from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
@@ -104,7 +104,7 @@ class Setup:
     split: SplitData
     schedule: schedule.Schedule
     vocabulary: int
-    progress: Progress
+    progress: RunProgress
     snapshot: Snapshot
 
     @staticmethod
@@ -118,7 +118,7 @@ class Setup:
         split = data.build(config, tokenizer, ranks.rank, ranks.local_rank)["train"]
         assert split is not None
         trainer = model.build(config, load_recipe("bf16", []), plan, vocabulary)
-        progress = Progress()
+        progress = RunProgress()
         if config.load is not None:
             found, _ = resume.find_checkpoint(config)
             assert found is not None
@@ -144,7 +144,7 @@ class Setup:
             update_num_microbatches(self.progress.consumed_samples)
             calibrate(self.trainer, lambda: self._batches(self.progress), self.progress.iteration)
 
-    def train(self, steps: int, progress: Progress | None = None, order: int | None = None) -> list[float]:
+    def train(self, steps: int, progress: RunProgress | None = None, order: int | None = None) -> list[float]:
         """Losses of the next steps; ``order`` is the seed of another order of each iteration's samples."""
         progress = replace(self.progress) if progress is None else progress
         batch, losses = self.config.steps.global_batch_size, []
@@ -159,14 +159,14 @@ class Setup:
             losses.append(result.loss)
         return losses
 
-    def save(self, folder: Path, progress: Progress) -> None:
+    def save(self, folder: Path, progress: RunProgress) -> None:
         """Write a checkpoint as the driver does."""
         config = replace(self.config, save=str(folder))
         recipe, layout = self.trainer.runtime.recipe, layout_of(config, self.ranks.world_size)
         content = resume.content(config, recipe, self.schedule, self.vocabulary, layout, None)
         CheckpointWriter(config, content, lambda line: None).save(self.trainer, progress)
 
-    def load(self, folder: Path) -> Progress:
+    def load(self, folder: Path) -> RunProgress:
         """Load a checkpoint, amax histories included."""
         config = replace(self.config, load=str(folder))
         found, _ = resume.find_checkpoint(config)
@@ -201,7 +201,7 @@ class Setup:
             main += moved.float() - weight.float()
         weight.copy_(moved)
 
-    def _batches(self, progress: Progress, order: int | None = None) -> list[Batches]:
+    def _batches(self, progress: RunProgress, order: int | None = None) -> list[Batches]:
         split = self.split
         if order is not None:
             shuffled: Any = Shuffled(split.samples, self.config.steps.global_batch_size, order)

@@ -56,7 +56,7 @@ _UNREADABLE = (
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """Progress of a run."""
 
     iteration: int = 0
@@ -86,7 +86,7 @@ class Loaded:
         uncalibrated: amax histories of delayed scaling are missing that training would have by now.
     """
 
-    progress: Progress
+    progress: RunProgress
     notes: list[str]
     uncalibrated: bool
 
@@ -120,7 +120,7 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
     with loading_extra_states():
         for name, chunk in _named_chunks(trainer.chunks):
             _load_weights(unwrap_model(chunk), state[name])
-    progress = Progress() if config.finetune else Progress(**found.progress)
+    progress = RunProgress() if config.finetune else RunProgress(**found.progress)
     if _has_gradient_histories(state):
         notes += _resize_gradients(trainer, found, config, layout, progress.consumed_samples)
     if with_optimizer:

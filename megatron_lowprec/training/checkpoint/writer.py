@@ -26,7 +26,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.patches import bind
 from megatron_lowprec.mcore.releases import ASYNC_SAVE
 from megatron_lowprec.training.checkpoint import checksums, storage
-from megatron_lowprec.training.checkpoint.checkpoint import Progress, state_to_save
+from megatron_lowprec.training.checkpoint.checkpoint import RunProgress, state_to_save
 from megatron_lowprec.training.checkpoint.resume import CONFIG, Saved
 from megatron_lowprec.training.checkpoint.write_results import WriteResults
 from megatron_lowprec.training.config.paths import free_names, same_folder
@@ -104,7 +104,7 @@ class CheckpointWriter:
         self._queue = AsyncCallsQueue()
         self._writing: Path | None = None
 
-    def save(self, trainer: Trainer, progress: Progress) -> None:
+    def save(self, trainer: Trainer, progress: RunProgress) -> None:
         """Write a checkpoint. With --async-save it is valid once ``poll`` or ``finish`` has reported it."""
         assert self._config.save is not None
         folder, iteration = self._config.save, progress.iteration

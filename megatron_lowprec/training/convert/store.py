@@ -100,7 +100,7 @@ def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str
     from megatron.core import parallel_state as mpu
     from megatron.core.utils import unwrap_model
 
-    from megatron_lowprec.training.checkpoint.checkpoint import Progress
+    from megatron_lowprec.training.checkpoint.checkpoint import RunProgress
     from megatron_lowprec.training.model import build_model
 
     (chunk,) = build_model(config, get_recipe("bf16"), rows).chunks
@@ -112,7 +112,7 @@ def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str
         partial = storage.stage(str(folder), 0)
         with whole_or_nothing(partial, f"--save {folder}"), _silenced("megatron.core.dist_checkpointing"):
             dist_checkpointing.save({"model": gpt.sharded_state_dict(metadata=metadata)}, str(partial))
-            content |= {"weights_only": source, "progress": asdict(Progress())}
+            content |= {"weights_only": source, "progress": asdict(RunProgress())}
             (partial / resume.CONFIG).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
             (folder / "model.yaml").write_text(_model_yaml(config, source), encoding="utf-8")
             final = storage.publish(partial, str(folder), 0)

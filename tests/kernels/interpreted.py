@@ -48,11 +48,12 @@ class _PatchOnce:
 def _cache_shapes(core: Any, semantic: Any) -> None:
     """Compute the attributes that a block type and a tensor derive from a shape once a shape.
 
-    Equal shapes are then one object, so that operands of one shape are known without a comparison.
+    Equal shapes are then one object, so that operands of one shape are known without a comparison. A number beside a
+    tensor becomes a tensor of its shape once: no operation writes to its operands.
     """
     block_type, tensor, checked = core.block_type.__init__, core.tensor.__init__, semantic.binary_op_type_checking_impl
     broadcast = semantic.broadcast_impl_value
-    of_types, of_tensors = dict[Any, Any](), dict[int, Any]()
+    of_types, of_tensors, of_numbers = dict[Any, Any](), dict[int, Any](), dict[Any, Any]()
 
     def type_init(self: Any, element_ty: Any, shape: Any) -> None:
         known = of_types.get(id(shape))  # of another type
@@ -92,11 +93,39 @@ def _cache_shapes(core: Any, semantic: Any) -> None:
         tensors = isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor)
         if tensors and lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr() and not div_or_mod:
             return broadcast_impl_value(self, lhs, rhs)
-        return checked(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        options = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        if tensors:
+            return checked(self, lhs, rhs, *options)
+        at = int(isinstance(rhs, core.tensor))
+        one, number = (rhs, lhs) if at else (lhs, rhs)
+        if isinstance(number, core.constexpr) or not isinstance(one, core.tensor):
+            return checked(self, lhs, rhs, *options)
+        # zeros of both signs are equal
+        key = at, id(shape_of(one)), one.dtype.name, type(number), repr(number), options
+        if key not in of_numbers:
+            found = checked(self, lhs, rhs, *options)
+            if found[at] is not one:  # cast to another type
+                return found
+            of_numbers[key] = found[1 - at]
+        return (of_numbers[key], one) if at else (one, of_numbers[key])
 
     core.block_type.__init__, core.tensor.__init__ = type_init, tensor_init
     semantic.broadcast_impl_value = broadcast_impl_value
     semantic.binary_op_type_checking_impl = binary_op_type_checking_impl
+
+
+def _cast_of_bf16(cast: Callable[..., Any], handle: Any) -> Callable[..., Any]:
+    """Triton's cast; between bf16 and fp32, which it assembles from their fields, a shift of the bits."""
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        source, target = src.dtype.scalar.name, dst_type.scalar
+        if source == "bf16" and target.name == "fp32":
+            return handle((src.data.astype(np.uint32) << np.uint32(16)).view(np.float32), target)
+        if source == "fp32" and target.name == "bf16":
+            return handle((src.data.view(np.uint32) >> np.uint32(16)).astype(np.uint16), target)
+        return cast(self, src, dst_type)
+
+    return cast_impl
 
 
 def _generic_reduce(self: Any, inputs: Any) -> list[Any]:
@@ -115,7 +144,8 @@ def remove_interpreter_overhead() -> None:
     """Skip repeated work of Triton's interpreter, two thirds of its time; no result depends on it.
 
     Each device function call searches Triton's modules for functions to replace. Each operation builds a table of
-    dtypes, wraps each size of its result's shape several times, and compares dtypes and shapes that are one object.
+    dtypes, wraps each size of its result's shape several times, and compares dtypes and shapes that are one object. A
+    number beside a tensor is filled into one of its shape each time.
     Integer operations compute an overflow assertion, which the interpreter drops unless ``debug`` is set.
     """
     import triton.language as tl
@@ -155,6 +185,8 @@ def remove_interpreter_overhead() -> None:
     interpreter._patch_builtin = patch_builtin
     interpreter._get_np_dtype = cached
     interpreter.ReduceOps.generic_reduce = _generic_reduce
+    builders = interpreter.InterpreterBuilder
+    builders.cast_impl = _cast_of_bf16(builders.cast_impl, interpreter.TensorHandle)
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 

@@ -11,7 +11,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-HIDDEN, SEQUENCE, BATCH, VOCABULARY = 64, 16, 2, 192
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# the interpreter takes a program for each token
+HIDDEN, SEQUENCE, BATCH, VOCABULARY = 64, 16 if DEVICE == "cuda" else 8, 2, 192
 # normalization, activation, sequence parallel
 SHAPES = {
     "gpt": ("LayerNorm", "gelu", False),
@@ -21,7 +23,6 @@ SHAPES = {
 }
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECOMPUTED_MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = (
     ("bias", "add_bias"),
     ("layernorm", "norm"),

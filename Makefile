@@ -67,10 +67,13 @@ train: setup  ## train gpt_tiny with RECIPE on every GPU, or as 2 processes on a
 	@$(BIN)/python -m megatron_lowprec train --recipe $(RECIPE) $(ARGS)
 	@$(BIN)/python tools/plot_loss.py $(RUN)
 
-test: setup lint types $(TE_WHEEL)  ## lint, types and all tests but further cases (test-weekly); those marked gpu where there is one
-	@gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else " and not gpu")'); \
+# mypy takes one core for most of a minute: it runs beside the tests.
+test: setup lint $(TE_WHEEL)  ## lint, types and all tests but further cases (test-weekly); those marked gpu where there is one
+	@$(BIN)/mypy & types=$$!; \
+	gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else " and not gpu")'); \
 	$(call threads,$(TEST_WORKERS)); export TRANSFORMER_ENGINE=$(CURDIR)/$(TE_WHEEL); \
-	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "not weekly$$gpu" $(TESTS)
+	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "not weekly$$gpu" $(TESTS); tests=$$?; \
+	wait $$types && exit $$tests
 
 test-weekly: setup $(TE_WHEEL)  ## as test, with the further cases that a workflow runs each week: a third longer
 	@$(call threads,$(TEST_WORKERS)); export TRANSFORMER_ENGINE=$(CURDIR)/$(TE_WHEEL); \

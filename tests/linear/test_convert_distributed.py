@@ -25,6 +25,8 @@ WEEKLY = {
         f"equals_one_process-fsdp, FP8 all-gather-{recipe}-llama-not reentrant"
         for recipe in ("fp8_current", "fp8_delayed", "nvfp4_all")
     ),
+    # the same wrapper with blocks compiled is in matrix_checks.py
+    "compiled_blocks-fsdp, FP8 all-gather-fp8_current-",
     *(f"sharded_state_round_trip-fp8_current-{broadcast}" for broadcast in (False, True)),
     *(f"sharded_state_round_trip-{recipe}-False" for recipe in ("fp8_delayed", "fp8_mxfp4_rht_sr")),
     # a CPU has one stream

@@ -91,14 +91,17 @@ def test_a_snapshot_is_measured_over_a_step_that_runs_the_same_layers() -> None:
 
 
 @pytest.mark.slow
-def test_step_end_to_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("snapshots", [False, pytest.param(True, marks=pytest.mark.weekly)])
+def test_step_end_to_end(tmp_path: Path, snapshots: bool) -> None:
     out = tmp_path / "step.json"
     asked = ["--shapes", "smoke", "--recipes", "mxfp8", "--warm-up", "1", "--iterations", "2", "--out", str(out)]
-    assert main(["step", "--device", "cpu", *asked, "--snapshots"]) == 0
-    plain, mxfp8, snapshot = json.loads(out.read_text())["tables"][0]["rows"]
-    assert (plain["recipe"], mxfp8["recipe"], snapshot["recipe"]) == ("bf16", "mxfp8", "mxfp8 snapshot")
-    assert snapshot["snapshot_ms"] == pytest.approx(snapshot["ms"] - mxfp8["ms"])
-    assert snapshot["runs"][0]["losses"] == mxfp8["runs"][0]["losses"]
+    assert main(["step", "--device", "cpu", *asked, *["--snapshots"] * snapshots]) == 0
+    plain, mxfp8, *of_snapshots = json.loads(out.read_text())["tables"][0]["rows"]
+    assert (plain["recipe"], mxfp8["recipe"]) == ("bf16", "mxfp8")
+    assert [row["recipe"] for row in of_snapshots] == ["mxfp8 snapshot"] * snapshots
+    for snapshot in of_snapshots:
+        assert snapshot["snapshot_ms"] == pytest.approx(snapshot["ms"] - mxfp8["ms"])
+        assert snapshot["runs"][0]["losses"] == mxfp8["runs"][0]["losses"]
     assert len(plain["runs"][0]["milliseconds"]) == 3
     assert plain["runs"][0]["losses"] != mxfp8["runs"][0]["losses"]
     assert mxfp8["over_bf16"] == pytest.approx(mxfp8["ms"] / plain["ms"])

@@ -79,6 +79,8 @@ def train(run: Run) -> Stop | None:
     with run.garbage, profiler:
         stop, finite = _iterate(run, profiler, bad_steps)
         run.checkpoints.finish()
+        if stop is not None and stop.requeue and progress.iteration >= train_iters:
+            stop = None  # only evaluations may be left, which ask again
         if stop is None or stop.error is None:
             stop = bad_steps.failure(progress.iteration, finite) or stop
         if stop is None and config.eval_iters:

@@ -173,6 +173,18 @@ def test_a_second_signal_does_no_harm(drive: Drive, monkeypatch: pytest.MonkeyPa
     assert Path("out/requeue").read_text() == "SIGTERM at iteration 2\n"
 
 
+def test_a_signal_in_the_last_step_leaves_no_work(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {**COMMON, "eval_iters": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", sending(signal.SIGTERM, 6, loop.train_step))
+        drive(argv(save="out", **changes))
+    assert Path("out/latest_checkpointed_iteration.txt").read_text() == "6\n"
+    assert not Path("out/requeue").exists()
+    monkeypatch.setattr(loop, "NativeCheck", sending(signal.SIGTERM, 1, loop.NativeCheck))
+    drive(argv(save="out", **changes))
+    assert not Path("out/requeue").exists(), "nor where nothing is left to train"
+
+
 def test_without_the_handler_signals_are_left_alone(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     before = signal.signal(signal.SIGTERM, lambda *_: seen.append(1))

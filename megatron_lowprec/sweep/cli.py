@@ -114,7 +114,7 @@ def _main(args: argparse.Namespace, notes: Notes, check_evaluation: Check) -> in
     folder = f"{sweep.name}-{sweep.size}" if sweep.size else sweep.name
     out = Path(args.out or Path("runs") / "sweeps" / folder).absolute()
     if args.status:
-        return _status(out, args)
+        return _status(sweep, out, args)
     if sweep.evaluate:
         try:
             check_evaluation(sweep.evaluate)
@@ -125,10 +125,11 @@ def _main(args: argparse.Namespace, notes: Notes, check_evaluation: Check) -> in
     on_slurm = args.slurm or args.slurm_dry_run
     if args.sbatch and not on_slurm:
         raise UserError(f"--sbatch {' '.join(args.sbatch)} is for --slurm only; add --slurm, or leave --sbatch out")
-    here = [name for name in ("max_failures", "start_within") if getattr(args, name) not in (None, math.inf)]
+    not_there = ("gpus", "jobs_per_gpu", "max_failures", "start_within")
+    here = [name for name in not_there if getattr(args, name) not in (None, math.inf)]
     if here and on_slurm:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in here)
-        raise UserError(f"--slurm has no use for {names}, as Slurm starts the jobs; leave it out")
+        raise UserError(f"--slurm has no use for {names}, as Slurm starts the jobs and places them; leave it out")
     if on_slurm and args.dry_run:
         args.slurm_dry_run, args.dry_run = True, False
     gpus = [] if on_slurm or (args.dry_run and sweep.resources.gpus_per_job) else _gpus(args.gpus)
@@ -166,8 +167,10 @@ def _main(args: argparse.Namespace, notes: Notes, check_evaluation: Check) -> in
 def _with_flags(sweep: Sweep, args: argparse.Namespace) -> Sweep:
     """The sweep with seeds, resources and sbatch options from the command line."""
     given = {name: getattr(args, name) for name in RENAMED if getattr(args, name) is not None}
+    if args.job is not None or args.slurm or args.slurm_dry_run:
+        given["jobs_per_gpu"] = 1
     if args.job is not None:  # it has all of the task's cores
-        given |= {"jobs_per_gpu": 1, "jobs_at_once": 1}
+        given["jobs_at_once"] = 1
     pairs = {key: value for key, equals, value in (text.partition("=") for text in args.sbatch) if equals}
     if len(pairs) < len(args.sbatch):
         raise UserError(f"--sbatch {' '.join(args.sbatch)}: write each as KEY=VALUE, such as partition=gpu, once")
@@ -213,13 +216,13 @@ def _numbered(jobs: Sequence[Job], number: int, out: Path) -> Job:
 def _run(
     args: argparse.Namespace, sweep: Sweep, chosen: list[Job], todo: list[Job], where: list[local.Place], out: Path
 ) -> int:
-    view = View(out, [job.id for job in chosen])
+    view = View(out, [job.id for job in chosen], sweep.evaluate)
     at_size = f" at size {sweep.size}" if sweep.size else ""
     done = f", {len(chosen) - len(todo)} of them done before" if len(todo) < len(chosen) else ""
     at_a_time = f", {min(len(where), len(todo))} at a time" if todo else ""
     view.say(f"{sweep.name}{at_size}: {len(chosen)} jobs{done}{at_a_time}, in {out}")
     result = local.Runner(out, todo, view, args.rerun, args.max_failures, args.start_within).run(where)
-    found = [status.row(out, job.id) for job in chosen]
+    found = [status.row(out, job.id, sweep.evaluate) for job in chosen]
     if args.job is None and not view.on_terminal:
         print(*status.lines(found), sep="\n")
     print(*status.notes(found), f"{sweep.name}: {status.summary(found)}; in {out}", sep="\n", flush=True)
@@ -241,7 +244,7 @@ def _submit(sweep: Sweep, jobs: Sequence[Job], todo: Sequence[Job], out: Path, a
     """Submit a Slurm array of the jobs that are neither done nor running."""
     free = [job for job in todo if job_record.holder(out, job.id) is None]
     if not free:
-        print(f"{sweep.name}: nothing to submit; {status.summary(status.rows(out))}")
+        print(f"{sweep.name}: nothing to submit; {status.summary(status.rows(out, sweep.evaluate))}")
         return 0
     array = slurm.submit(slurm.script(sweep, jobs, free, out, Path.cwd(), _passed_on(args, out)), out)
     print(f"job {array}: {len(free)} of {len(jobs)} jobs; logs in {out / slurm.LOGS}")
@@ -254,7 +257,7 @@ def _names(args: argparse.Namespace, out: Path) -> list[str]:
     return [
         *PROGRAM,
         str(find(args.sweep, "configs/sweeps").absolute()),
-        *(["--size", args.size] if args.size else []),
+        *([f"--size={args.size}"] if args.size else []),
         "--out",
         str(out),
     ]
@@ -264,7 +267,7 @@ def _passed_on(args: argparse.Namespace, out: Path) -> list[str]:
     """Arguments of an array's task, besides its number."""
     words = [*_names(args, out), *(["--seeds", args.seeds] if args.seeds else [])]
     words += ["--data-path", *args.data_path] if args.data_path else []
-    words += [word for text in args.set for word in ("--set", text)]
+    words += [f"--set={text}" for text in args.set]
     words += [] if args.evaluate is None else [f"--evaluate={args.evaluate}"]
     for name in ("gpus_per_job", "processes_per_job"):
         value = getattr(args, name)
@@ -272,8 +275,8 @@ def _passed_on(args: argparse.Namespace, out: Path) -> list[str]:
     return [*words, *(["--rerun"] if args.rerun else [])]
 
 
-def _status(out: Path, args: argparse.Namespace) -> int:
-    every = status.rows(out)
+def _status(sweep: Sweep, out: Path, args: argparse.Namespace) -> int:
+    every = status.rows(out, sweep.evaluate)
     found = [_at(every, args.job)] if args.job is not None else selected(every, args.only)
     caption = f"{status.summary(found)}; in {out}"
     if sys.stdout.isatty():

@@ -172,18 +172,18 @@ def command(job: Job, run: Path) -> list[str]:
 
 def evaluation(job: Job, run: Path) -> list[str] | None:
     """Arguments that score the job's last checkpoint; None if it is scored under its flags, or need not be."""
-    if not job.evaluate or _is_scored(job, run):
+    if not job.evaluate or is_scored(run, job.evaluate):
         return None
     return [*EVALUATE, "--load", str(run), "--out", str(run / EVALUATION), *job.evaluate]
 
 
-def _is_scored(job: Job, run: Path) -> bool:
-    """Whether there are scores under the job's flags; those without flags count, whichever they had."""
+def is_scored(run: Path, evaluate: Sequence[str]) -> bool:
+    """Whether a job has scores under these flags; scores without flags count, whichever they had."""
     try:
         scores = _scores(run)
     except (FileNotFoundError, UserError):  # a killed evaluation may leave half a file
         return False
-    return FLAGS not in scores or scores[FLAGS] == list(job.evaluate)
+    return FLAGS not in scores or scores[FLAGS] == list(evaluate)
 
 
 def keep_older_scores(run: Path) -> None:

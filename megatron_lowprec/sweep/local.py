@@ -23,7 +23,7 @@ from megatron_lowprec.sweep import job_record as record
 from megatron_lowprec.sweep.job_record import Lock, Record, State
 from megatron_lowprec.sweep.jobs import Job, command, evaluation, keep_flags, keep_older_scores
 from megatron_lowprec.sweep.spec import Resources
-from megatron_lowprec.sweep.status import read_progress
+from megatron_lowprec.sweep.status import Progress, read_progress
 from megatron_lowprec.sweep.view import View
 from megatron_lowprec.training.distributed.visible_gpus import given_gpus, lost_gpus
 
@@ -100,12 +100,22 @@ def launch(arguments: Sequence[str], processes: int) -> list[str]:
     return [*_DEAF, sys.executable, *torchrun, "--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", *arguments]
 
 
-def outcome(exit_code: int, asked_to_stop: bool, asks_requeue: bool, iteration: int, train_iters: int) -> State:
+def outcome(exit_code: int, stopped: bool, asks_requeue: bool, iteration: int, train_iters: int) -> State:
     """State after an attempt. torchrun's exit code does not distinguish an interrupted run from a failed one."""
     if exit_code == 0 and iteration >= train_iters and not asks_requeue:
         return "done"
     # exit code 0 before the end: --exit-interval and the like
-    return "interrupted" if asks_requeue or asked_to_stop or exit_code == 0 else "failed"
+    return "interrupted" if asks_requeue or stopped or exit_code == 0 else "failed"
+
+
+def is_stopped(exit_code: int, killed: bool, asked_to_stop: bool, begun: bool) -> bool:
+    """Whether a signal ended an attempt that wrote no ``requeue``, and no fault, which each attempt would repeat.
+
+    ``begun``: it has logged something.
+    """
+    # Slurm signals jobs without handlers as well. A rank that is asked to stop before the others listen ends them, with
+    # torchrun's exit code of a fault.
+    return killed or exit_code in (-signal.SIGTERM, -signal.SIGUSR1) or (asked_to_stop and exit_code == 1 and not begun)
 
 
 @dataclass
@@ -120,6 +130,14 @@ class _Running:
     log: IO[bytes]
     lock: Lock
     started: float
+    before: Progress
+    killed: bool = False
+
+    def kill(self) -> None:
+        """End all processes of the job at once."""
+        self.killed = True
+        # torchrun gives each worker its own session
+        _send(signal.SIGKILL, [self.process.pid, *_children(self.process.pid)])
 
 
 @dataclass(frozen=True)
@@ -153,7 +171,7 @@ class Runner:
         self._held: list[str] = []
         self._signal: str | None = None
         self._signalled_at = self._told_at = 0.0
-        self._told = self._kill_asked = self._killed = False
+        self._told = self._kill_asked = False
 
     def run(self, where: Sequence[Place]) -> Result:
         """Run all jobs that are not done; at SIGINT, SIGTERM or SIGUSR1 let the running ones save, and stop."""
@@ -178,7 +196,8 @@ class Runner:
         else:
             self._stop()
         if self._kill_asked:
-            self._kill()
+            for running in self._running:
+                running.kill()
         return bool(self._running)
 
     def _next(self) -> Job | None:
@@ -239,6 +258,7 @@ class Runner:
         words = launch(arguments, place.processes)
         before = record.read(run)
         begun = record.begin(job, run, words) if training or before is None else before
+        progress = read_progress(run)
         log = (run / LOG).open("ab", buffering=0)
         log.write(f"# {record.now()}, attempt {begun.attempts}: {shlex.join(words)}\n".encode())
         # A separate session: a terminal's Ctrl-C reaches only this process, which forwards it.
@@ -251,7 +271,7 @@ class Runner:
             start_new_session=True,
         )
         lock.add(process.pid)
-        self._running.append(_Running(job, training, place, begun, process, log, lock, time.monotonic()))
+        self._running.append(_Running(job, training, place, begun, process, log, lock, time.monotonic(), progress))
         on = f" on GPU {','.join(place.gpus)}" if place.gpus else ""
         again = f", attempt {begun.attempts}" if begun.attempts > 1 else ""
         self._view.say(f"{job.id}: {'started' if training else 'scoring'}{on}{again if training else ''}")
@@ -260,9 +280,8 @@ class Runner:
         """Record a job's result; returns its slot, or None if the job's evaluation now occupies it."""
         job, run, code = running.job, self._out / running.job.id, running.process.returncode
         progress, seconds = read_progress(run), time.monotonic() - running.started
-        state = outcome(code, self._told, (run / REQUEUE).exists(), progress.iteration, job.train_iters)
-        if state == "interrupted" and self._told and not (run / REQUEUE).exists():
-            (run / REQUEUE).write_text(f"{self._signal} at iteration {progress.iteration}\n", encoding="utf-8")
+        stopped = is_stopped(code, running.killed, self._signal is not None, progress != running.before)
+        state = outcome(code, stopped, (run / REQUEUE).exists(), progress.iteration, job.train_iters)
         running.log.close()
         if running.training:
             record.end(run, running.record, state, code, seconds, progress.iteration)
@@ -271,32 +290,30 @@ class Runner:
         self._running.remove(running)
         self._view.ended(job.id, state, seconds, progress, code, run / LOG)
         if state == "done" and running.training and evaluation(job, run) is not None:
-            if not self._told:
+            if self._signal is None:
                 self._launch(job, False, running.place, running.lock)
                 return None
             state = "interrupted"  # the sweep's next call scores it
+        by = self._signal or (signal.Signals(-code).name if code < 0 else None)
+        if state == "interrupted" and by is not None and not (run / REQUEUE).exists():
+            (run / REQUEUE).write_text(f"{by} at iteration {progress.iteration}\n", encoding="utf-8")
         running.lock.release()
         self._ended[state].append(job.id)
         return running.place
 
     def _stop(self) -> None:
-        """Signal running jobs to save and exit; repeatedly, since a job that is starting ignores signals."""
+        """Signal running jobs to save and exit; repeatedly, since one that is starting may ignore signals."""
         if not self._running or (self._told and time.monotonic() - self._told_at < _ASK_AGAIN):
             return
         first, self._told, self._told_at = not self._told, True, time.monotonic()
         for running in self._running:
-            ask_to_stop(running.process.pid, running.place.processes)
+            if running.training:
+                ask_to_stop(running.process.pid, running.place.processes)
+            else:
+                running.kill()  # it has nothing to save, and under torchrun no handler
         if first:
             names = ", ".join(running.job.id for running in self._running)
             self._view.say(f"{self._signal or 'an error'}: waiting for {names} to save; Ctrl-C again kills")
-
-    def _kill(self) -> None:
-        if self._killed:
-            return
-        self._killed = True
-        for running in self._running:
-            # torchrun gives each worker its own session
-            _send(signal.SIGKILL, [running.process.pid, *_children(running.process.pid)])
 
 
 def check(out: Path, jobs: Sequence[Job], rerun: bool) -> None:

@@ -23,7 +23,7 @@ _FUNCTIONS = str(Path(__file__).with_name("requeue.sh"))
 # In sbatch's message if it reached no controller: no option of a job changes that.
 _NO_CONTROLLER = ("contact slurm controller", "establish a configuration source", "process configuration file")
 _NEEDS_QUOTES = re.compile(r"[^\w@%+=:,./\[\]-]", re.ASCII)
-_ASK_FOR_GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
+_ASK_FOR_GPUS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "tres-per-task")
 
 _BODY = """\
 set -u
@@ -62,7 +62,7 @@ def script(
         "ntasks": "1",
         "requeue": None,
         "open-mode": "append",
-        "output": f"{out / LOGS}/%A_%a.log",
+        "output": f"{out / LOGS}".replace("%", "%%") + "/%A_%a.log",
         "signal": f"B:USR1@{SIGNAL_SECONDS}",
     }
     head = [f"#SBATCH --{key}" + ("" if value is None else f"={_quoted(key, value)}") for key, value in options.items()]

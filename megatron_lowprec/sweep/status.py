@@ -11,14 +11,14 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Literal
 
 from megatron_lowprec.sweep import job_record
-from megatron_lowprec.sweep.jobs import read_manifest
+from megatron_lowprec.sweep.jobs import is_scored, read_manifest
 from megatron_lowprec.text_tables import plain_table
 from megatron_lowprec.training.monitoring.metrics_file import read_metrics
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-Shown = Literal["waiting", "running", "done", "failed", "interrupted"]
+Shown = Literal["waiting", "running", "done", "unscored", "failed", "interrupted"]
 LAST = 10  # iterations over which loss and speed are averaged
 _TAIL = 1 << 16  # bytes; some 150 rows
 _COLUMNS = ("job", "state", "iteration", "loss", "validation", "tokens/s", "took", "left")
@@ -69,13 +69,13 @@ def read_progress(run: Path) -> Progress:
     )
 
 
-def rows(out: Path) -> list[Row]:
-    """All jobs of the sweep in ``out``; UserError if none was started."""
-    return [row(out, job["id"]) for job in read_manifest(out)["cells"]]
+def rows(out: Path, evaluate: Sequence[str] = ()) -> list[Row]:
+    """All jobs of the sweep in ``out``, to be scored under the flags ``evaluate``; UserError if none was started."""
+    return [row(out, job["id"], evaluate) for job in read_manifest(out)["cells"]]
 
 
-def row(out: Path, job_id: str) -> Row:
-    """The row of one job."""
+def row(out: Path, job_id: str, evaluate: Sequence[str] = ()) -> Row:
+    """The row of one job, as ``rows``."""
     run = out / job_id
     known, held = job_record.read(run), job_record.holder(out, job_id)
     if known is None:
@@ -85,12 +85,14 @@ def row(out: Path, job_id: str) -> Row:
         state = "running"
     elif state == "running":
         state = "interrupted"  # its process died
+    elif state == "done" and evaluate and not is_scored(run, evaluate):
+        state = "unscored"
     progress = read_progress(run)
     speed = left = None
     if progress.step_seconds:
         if progress.step_samples is not None:
             speed = progress.step_samples * known.seq_length / progress.step_seconds
-        if state != "done":
+        if known.state != "done":
             left = (known.train_iters - progress.iteration) * progress.step_seconds
     seconds = known.seconds
     if state == "running":
@@ -101,7 +103,7 @@ def row(out: Path, job_id: str) -> Row:
 def summary(found: Sequence[Row]) -> str:
     """``3 done, 1 running, 6 waiting``."""
     counts = Counter(row.state for row in found)
-    order: tuple[Shown, ...] = ("done", "running", "failed", "interrupted", "waiting")
+    order: tuple[Shown, ...] = ("done", "unscored", "running", "failed", "interrupted", "waiting")
     return ", ".join(f"{counts[state]} {state}" for state in order if counts[state])
 
 
@@ -119,12 +121,12 @@ def table(found: Sequence[Row], caption: str) -> Table:
     """The table for a terminal."""
     from rich.table import Table
 
-    colours = {"done": "green", "running": "cyan", "failed": "red", "interrupted": "yellow", "waiting": "dim"}
+    colours = {"done": "green", "running": "cyan", "failed": "red", "waiting": "dim"}  # else yellow: to be continued
     drawn = Table(box=None, pad_edge=False, caption=caption, caption_justify="left")
     for name in _COLUMNS:
         drawn.add_column(name, justify="left" if name in ("job", "state") else "right", no_wrap=True)
     for row in found:
-        drawn.add_row(*_texts(row), style=colours[row.state])
+        drawn.add_row(*_texts(row), style=colours.get(row.state, "yellow"))
     return drawn
 
 

@@ -21,10 +21,10 @@ _LOG_LINES = 15  # of a failed job
 class View:
     """Reports starts and ends of jobs; as a context manager it shows the live table on a terminal."""
 
-    def __init__(self, out: Path, ids: Sequence[str], seconds: float = 1.0) -> None:
+    def __init__(self, out: Path, ids: Sequence[str], evaluate: Sequence[str] = (), seconds: float = 1.0) -> None:
         from rich.console import Console
 
-        self._out, self._ids, self._seconds = out, ids, seconds
+        self._out, self._ids, self._evaluate, self._seconds = out, ids, evaluate, seconds
         self._console = Console()
         self._live: Live | None = None
         self._drawn = 0.0
@@ -71,7 +71,7 @@ class View:
             self._drawn = time.monotonic()
 
     def _table(self) -> Table:
-        found = [status.row(self._out, job_id) for job_id in self._ids]
+        found = [status.row(self._out, job_id, self._evaluate) for job_id in self._ids]
         room = max(5, self._console.size.height - 8)
         shown = found if len(found) <= room else [row for row in found if row.state in ("running", "failed")][-room:]
         return status.table(shown, status.summary(found))

@@ -92,14 +92,15 @@ class Fake:
             one.process.wait()
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if str(self.driver) in process.cmdline():
+                if any(word.startswith(str(self.driver.parent)) for word in process.cmdline()):
                     process.kill()
 
     def program(self) -> list[str]:
         """scripts/sweep.py with the stand-in."""
         code = (
             "import sys; from megatron_lowprec.sweep import cli, jobs, local; "
-            f"jobs.DRIVER = ({str(self.driver)!r},); local.visible_gpus = lambda: []; "
+            f"jobs.DRIVER, jobs.EVALUATE = ({str(self.driver)!r},), ({str(HERE / 'fake_evaluate.py')!r},); "
+            "local.visible_gpus = lambda: []; "
             f"vars(local).update({self.constants!r}); sys.exit(cli.main(sys.argv[1:]))"
         )
         return [sys.executable, "-c", code]

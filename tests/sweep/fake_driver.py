@@ -7,6 +7,7 @@ modes.json beside this script says by recipe what happens:
 ``requeue``: asks for it at iteration 2 and exits with code 1, as torchrun would.
 ``hold``: after iteration 2 writes ``holding.RANK`` and waits for SIGTERM, after which it saves iteration 3, or for the
     file ``release`` beside this script.
+``full``: ``hold``, and the save fails.
 ``deaf``: ``hold``, and a first SIGTERM is lost, as while a run is being imported.
 ``meet``: two jobs at a time wait for each other.
 """
@@ -80,6 +81,9 @@ for iteration in range(begun + 1, iters + 1):
             file.write(json.dumps(row) + "\n")
     if told():
         time.sleep(0.2)  # saving takes a while
+        if mode == "full":
+            print("No space left on device", file=sys.stderr, flush=True)
+            leave(iteration, 2, saved=False)
         print("saved", flush=True)
         leave(iteration, 0)
     if iteration == 2:
@@ -91,7 +95,7 @@ for iteration in range(begun + 1, iters + 1):
         if mode == "requeue" and not begun:
             (save / "requeue").write_text("SIGUSR1 at iteration 2\n")
             leave(iteration, 1)
-        if mode in ("hold", "deaf"):
-            (save / f"holding.{rank}").touch()
+        if mode in ("hold", "full", "deaf"):
+            (save / f"holding.{rank}").write_text(str(os.getpid()))
             wait(lambda: told() or Path(__file__).with_name("release").exists())
 leave(iters, 0)

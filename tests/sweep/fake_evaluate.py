@@ -1,6 +1,8 @@
-"""tools/evaluate.py for tests of sweeps: notes its arguments; fails at --recipe fail."""
+"""tools/evaluate.py for tests of sweeps: notes its arguments; fails at --recipe fail, waits for a signal at hold."""
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -8,5 +10,10 @@ args = sys.argv[1:]
 if "fail" in args:
     print("no such recipe", file=sys.stderr, flush=True)
     sys.exit(2)
-assert (Path(args[args.index("--load") + 1]) / "latest_checkpointed_iteration.txt").exists()
+run = Path(args[args.index("--load") + 1])
+if "hold" in args:
+    (run / f"holding.{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
+    signal.alarm(1800)  # ends a hang
+    signal.pause()
+assert (run / "latest_checkpointed_iteration.txt").exists()
 Path(args[args.index("--out") + 1]).write_text(json.dumps({"argv": args}))

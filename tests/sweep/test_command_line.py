@@ -67,6 +67,7 @@ def test_no_failure_at_all_is_no_limit(
             ["--slurm", "--start-within", "5", "--max-failures", "1"],
             "no use for --max-failures and --start-within, as Slurm starts the jobs",
         ),
+        (["--slurm-dry-run", "--gpus", "9,10", "--jobs-per-gpu", "3"], "no use for --gpus and --jobs-per-gpu"),
         (["--start-within", "nan"], "--start-within nan is no time; give seconds"),
     ],
 )
@@ -75,6 +76,14 @@ def test_limits_of_this_process_are_not_for_slurm(
 ) -> None:
     assert fake.run(write_sweep(), *flags) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_task_shares_its_gpus_with_none(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_sweep(resources={"jobs_per_gpu": 2})
+    assert fake.run(path, "--slurm-dry-run", "--gpus-per-job", "4") == 0
+    assert "#SBATCH --gpus=4\n" in capsys.readouterr().out
 
 
 def test_an_error_is_one_line(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:

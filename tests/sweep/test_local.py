@@ -101,6 +101,24 @@ def test_outcomes(arguments: tuple[int, bool, bool, int, int], state: str) -> No
     assert local.outcome(*arguments) == state
 
 
+@pytest.mark.parametrize(
+    ("arguments", "stopped"),
+    [
+        ((-10, False, False, True), True),  # Slurm signals every process of a task, in any order
+        ((-15, False, False, False), True),
+        ((-9, True, True, True), True),
+        ((-9, False, True, True), False),  # out of memory
+        ((1, False, True, False), True),  # of torchrun: one rank was asked before the others listened
+        ((1, False, True, True), False),  # its save has failed
+        ((1, False, False, False), False),
+        ((2, False, True, False), False),
+        ((-11, False, True, True), False),
+    ],
+)
+def test_a_fault_after_a_signal_is_a_fault(arguments: tuple[int, bool, bool, bool], stopped: bool) -> None:
+    assert local.is_stopped(*arguments) is stopped
+
+
 @pytest.mark.slow
 def test_max_failures_starts_no_more(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
     fake.behave(bf16="fail", mxfp4="fail")

@@ -13,7 +13,7 @@ import pytest
 from megatron_lowprec.sweep import cli, local
 from megatron_lowprec.sweep.view import View
 from tests.sweep.conftest import BF16, MXFP4, Fake, WriteSweep
-from tests.waiting import ended
+from tests.waiting import ended, wait_for
 
 
 def test_waiting_for_a_job_fails_when_its_sweep_has_died(fake: Fake) -> None:
@@ -99,3 +99,77 @@ def test_a_job_without_handlers_gets_the_signal_again(fake: Fake, write_sweep: W
     assert code == 75, printed
     assert printed.count("to save") == 1, "it says so once"
     assert (fake.record(BF16)["state"], fake.record(BF16)["iteration"]) == ("interrupted", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--set", "train-iters=5"], ["--evaluate=hold"]], ids=["training", "scoring"])
+def test_a_job_that_dies_of_the_sweep_s_signal_has_not_failed(
+    fake: Fake, write_sweep: WriteSweep, flags: list[str]
+) -> None:
+    """Slurm signals all processes of a task, also those without a handler."""
+    if "--set" in flags:
+        fake.behave(bf16="hold")
+    path = write_sweep(recipes=["bf16"])
+    sweep = fake.start(path, *flags)
+    fake.wait_until_held(BF16)
+    sweep.process.send_signal(signal.SIGSTOP)
+    os.kill(pid := int((fake.out / BF16 / "holding.0").read_text()), signal.SIGUSR1)
+    wait_for(lambda: ended(pid), "the end of the job")
+    sweep.process.send_signal(signal.SIGUSR1)
+    sweep.process.send_signal(signal.SIGCONT)
+    code, printed = sweep.ended()
+    assert code == 75, printed
+    assert (fake.out / BF16 / "requeue").read_text().startswith("SIGUSR1 at iteration ")
+    assert fake.record(BF16)["state"] == ("interrupted" if "--set" in flags else "done")
+
+
+@pytest.mark.slow
+def test_scoring_by_torchrun_ends_at_a_signal(fake: Fake, write_sweep: WriteSweep) -> None:
+    """Its processes ignore SIGTERM and SIGUSR1."""
+    path = write_sweep(recipes=["bf16"], resources={"processes_per_job": 2})
+    sweep = fake.start(path, "--evaluate=hold")
+    fake.wait_until_held(BF16, processes=2)
+    sweep.process.send_signal(signal.SIGTERM)
+    code, printed = sweep.ended()
+    assert code == 75, printed
+    assert (fake.out / BF16 / "requeue").read_text() == "SIGTERM at iteration 4\n"
+    assert fake.run(path, "--evaluate=") == 0, "it is trained"
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_after_a_signal_is_a_failure(fake: Fake, write_sweep: WriteSweep) -> None:
+    fake.behave(bf16="full")
+    sweep = fake.start(write_sweep(recipes=["bf16"]))
+    fake.wait_until_held(BF16)
+    sweep.process.send_signal(signal.SIGTERM)
+    code, printed = sweep.ended()
+    assert code == 1, printed
+    assert "No space left on device" in printed
+    assert (fake.record(BF16)["state"], fake.record(BF16)["exit_code"]) == ("failed", 2)
+    assert not (fake.out / BF16 / "requeue").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_last_save_leaves_the_scores_to_the_next_start(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.behave(bf16="hold")
+    path = write_sweep(recipes=["bf16"], evaluate="--wikitext")
+    sweep = fake.start(path, "--set", "train-iters=3")
+    fake.wait_until_held(BF16)
+    sweep.process.send_signal(signal.SIGUSR1)
+    code, printed = sweep.ended()
+    assert code == 75, printed
+    assert fake.record(BF16)["state"] == "done"
+    assert (fake.out / BF16 / "requeue").read_text() == "SIGUSR1 at iteration 3\n"
+    assert fake.run(path, "--status") == 0
+    assert "1 unscored" in capsys.readouterr().out
+    assert fake.run(path, "--status", "--evaluate=") == 0
+    assert "1 done" in capsys.readouterr().out
+    code, printed = fake.start(path, "--set", "train-iters=3").ended()
+    assert code == 0, printed
+    assert not (fake.out / BF16 / "requeue").exists()
+    assert (fake.out / BF16 / "evaluation.json").exists()
+    assert len(fake.calls(BF16)) == 1, "not trained again"
+    assert fake.run(path, "--status") == 0
+    assert "1 done" in capsys.readouterr().out

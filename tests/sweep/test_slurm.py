@@ -65,7 +65,7 @@ def test_the_script_of_every_size(fake: Fake, capsys: pytest.CaptureFixture[str]
         **gpus[size],
     }
     (command,) = [line for line in text.splitlines() if " --job " in line]
-    assert f"-m megatron_lowprec sweep {SHIPPED}/configs/sweeps/paper_table2.yaml --size {size}" in command
+    assert f"-m megatron_lowprec sweep {SHIPPED}/configs/sweeps/paper_table2.yaml --size={size}" in command
     assert ("--data-path 'a text_document'" in command) == (size != "tiny")
     assert not fake.out.exists()
 
@@ -78,11 +78,12 @@ def test_a_request_for_gpus_of_ones_own(
         ([], {"gpus": "2"}),
         (["--gpus-per-job", "4"], {"gpus": "4"}),
         (["--sbatch", "gres=gpu:h200:2"], {"gres": "gpu:h200:2"}),
+        (["--sbatch", "gpus-per-socket=2"], {"gpus-per-socket": "2"}),
         (["--sbatch", "gpus=0"], {}),
     ):
         assert fake.run(path, "--slurm-dry-run", *flags) == 0
         found = options(capsys.readouterr().out)
-        assert {key: value for key, value in found.items() if key in ("gpus", "gres")} == expected
+        assert {key: value for key, value in found.items() if key.startswith(("gpus", "gres"))} == expected
 
 
 BREAKS = "x\ntouch PWNED #"
@@ -137,12 +138,12 @@ def test_text_with_spaces_is_one_word(fake: Fake, write_sweep: WriteSweep, capsy
 def test_resources_and_settings_reach_the_tasks(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--set", "lr=1e-2", "--processes-per-job", "2", "--jobs-at-once", "3", "--rerun"]
+    flags = ["--set=--lr=1e-2", "--processes-per-job", "2", "--jobs-at-once", "3", "--rerun"]
     assert fake.run(write_sweep(), "--slurm-dry-run", *flags) == 0
     text = capsys.readouterr().out
     assert options(text)["array"] == "0-1%3"
     (command,) = [line for line in text.splitlines() if " --job " in line]
-    assert "--set lr=1e-2 --processes-per-job 2 --rerun --job" in command
+    assert "--set=--lr=1e-2 --processes-per-job 2 --rerun --job" in command
 
 
 def test_a_dry_run_of_an_array_prints_its_script(
@@ -374,11 +375,11 @@ def test_a_task_that_cannot_be_requeued_has_an_error(
 
 
 @pytest.mark.slow
-def test_a_path_with_spaces(fake: Fake, write_sweep: WriteSweep, programs: Path, tmp_path: Path) -> None:
-    fake.out = tmp_path / "a folder"
+def test_a_path_with_spaces_and_percents(fake: Fake, write_sweep: WriteSweep, programs: Path, tmp_path: Path) -> None:
+    fake.out = tmp_path / "a folder of 50%A"
     assert fake.run(write_sweep(), "--slurm") == 0
     text = (fake.out / slurm.SCRIPT).read_text()
-    assert options(text)["output"] == f'"{fake.out}/logs/%A_%a.log"'
+    assert options(text)["output"] == f'"{tmp_path}/a folder of 50%%A/logs/%A_%a.log"'
     assert is_bash(text)
 
 

@@ -73,7 +73,7 @@ test: setup lint $(TE_WHEEL)  ## lint, types and all tests but further cases (te
 	gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else " and not gpu")'); \
 	$(call threads,$(TEST_WORKERS)); export TRANSFORMER_ENGINE=$(CURDIR)/$(TE_WHEEL); \
 	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "not weekly$$gpu" $(TESTS); tests=$$?; \
-	wait $$types && exit $$tests
+	wait $$types || { echo 'mypy found errors: its lines stand above' >&2; exit 1; }; exit $$tests
 
 test-weekly: setup $(TE_WHEEL)  ## as test, with the further cases that a workflow runs each week: a third longer
 	@$(call threads,$(TEST_WORKERS)); export TRANSFORMER_ENGINE=$(CURDIR)/$(TE_WHEEL); \

@@ -53,31 +53,6 @@ def test_a_killed_rank_ends_the_others_and_a_signal_to_one_saves(tmp_path: Path,
     assert [row["iteration"] for row in rows(save) if "lm loss" in row] == list(range(1, newest(save) + 1))
 
 
-OTHER = """
-import os, sys
-import pretrain_gpt
-from megatron_lowprec.training.distributed import startup
-
-FLAGS = {"0": [], "1": ["--norm-epsilon", "0.01", "--recipe-override", "wgrad=bf16"]}
-if __name__ == "__main__":
-    startup.leave(pretrain_gpt.main([*sys.argv[1:], *FLAGS[os.environ["RANK"]]]))
-"""
-
-
-@pytest.mark.slow
-def test_ranks_with_other_options_are_refused(tmp_path: Path, runs: list[Run]) -> None:
-    script = tmp_path / "other.py"
-    script.write_text(OTHER)
-    run = Run(tmp_path / "out", ["--train-iters", "2", *MODEL], script)
-    runs.append(run)
-    code, _ = run.ended()
-    assert code != 0
-    assert not rows(tmp_path / "out")
-    # each by name, and rank 0's beside them; a path may differ
-    assert "rank 1 has --recipe-override ['wgrad=bf16'], --norm-epsilon 0.01, the recipe's wgrad" in run.printed
-    assert "where rank 0 has --recipe-override [], --norm-epsilon 1e-05" in run.printed
-
-
 BUILDING = """
 import os, pathlib, sys
 import pretrain_gpt

@@ -90,6 +90,23 @@ def take_turns(rank: int, store: str, answers: Any) -> None:
     dist.destroy_process_group()
 
 
+def compare_settings(rank: int, store: str, answers: Any) -> None:
+    """Ranks with equal settings, and with others on rank 1."""
+    import torch.distributed as dist
+
+    from megatron_lowprec.errors import UserError
+    from megatron_lowprec.training.distributed.rank_sync import same_as_on_rank_0
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    same_as_on_rank_0({"--seed": 1})
+    others = {"--lr": 0.1, "--recipe": "x" * 100, "--seed": 1, "--swiglu": True, "--tied": True, "alone": 1}
+    try:
+        same_as_on_rank_0({"--seed": 1} if rank == 0 else others)
+    except UserError as error:
+        answers.put((rank, str(error)))
+    dist.destroy_process_group()
+
+
 def answers_of(work: Callable[[int, str, Any], None], tmp_path: Path) -> dict[int, Any]:
     """What two processes answer."""
     context = forks()
@@ -137,3 +154,12 @@ def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
     # A step later than the one that it happened in.
     expected = {event: (4, reason) for event, reason in EVENTS.items() if reason is not None}
     assert found == {0: expected, 1: expected}
+
+
+@pytest.mark.slow
+def test_other_settings_of_a_rank_are_named_on_all(tmp_path: Path) -> None:
+    found = answers_of(compare_settings, tmp_path)
+    assert found[0] == found[1]
+    here, first = found[0].split(", where rank 0 has ")
+    assert here == f"rank 1 has --lr 0.1, --recipe {'x' * 60}, --swiglu True (and 2 more)"
+    assert first.startswith("--lr None, --recipe None, --swiglu None; start all ranks with the same flags")

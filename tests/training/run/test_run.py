@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from megatron.core import parallel_state
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.distributed import rank_sync
 from tests.refusal import refused
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses, rows
@@ -155,3 +157,22 @@ def test_list_and_explain_start_nothing(drive: Drive, capsys: pytest.CaptureFixt
     with pytest.raises(UserError, match="--device cpu was asked of --memory-plan"):
         drive(["--recipe", "mxfp8", "--device", "cpu", "--memory-plan"])
     assert not Path("runs").exists()
+
+
+def test_ranks_compare_what_they_will_train(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the groups of a layout exist, which options decide; files and folders may differ between nodes."""
+    compared: list[dict[str, Any]] = []
+
+    def compare(settings: dict[str, Any]) -> None:
+        assert not parallel_state.model_parallel_is_initialized()
+        compared.append(settings)
+        raise UserError("a rank differs")
+
+    monkeypatch.setattr(rank_sync, "same_as_on_rank_0", compare)
+    with refused(match="a rank differs"):
+        drive(argv(save="out", norm_epsilon=0.25, recipe="fp8_delayed", tensorboard_dir="logs"))
+    (settings,) = compared
+    assert settings["--norm-epsilon"] == 0.25
+    assert settings["--log-interval"] == 1
+    assert settings["the recipe's dgrad.grad_output.format"] == "e5m2"
+    assert not settings.keys() & {"--save", "--tensorboard-dir", "--train-data-path", "--tokenizer-model"}

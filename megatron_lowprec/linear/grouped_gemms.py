@@ -236,8 +236,9 @@ class GroupedLinearGemms:
             if not has_dw or saved.x is None:
                 return dx, none
             by_column = dy.columnwise
-            if by_column is None:  # the cast for dgrad has recorded its amax
-                request = CastRequest(False, True, update_amax and not rowwise)
+            if by_column is None:
+                recorded = rowwise and self.experts[0].backends.one_spec["grad_output"]  # by the cast for dgrad
+                request = CastRequest(False, True, update_amax and not recorded)
                 by_column = backend.quantize("grad_output", dy_TO, tokens, rng_step, request).columnwise
             if x is None:  # fprop by the same spec has recorded its amax
                 request = CastRequest(False, True, update_amax and not self.experts[0].backends.one_spec["input"])

@@ -53,8 +53,12 @@ def grouped_ops(arch: str = "cpu", module_of_ops: str = "reference") -> Iterator
 def passes(
     name: str, accumulates: bool, saves: bool = True, primary: bool = False, save_memory: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Two microbatches through the experts of one layer; ``primary`` for FP8 primary weights."""
-    recipe = NVFP4 if name == NVFP4.name else load_recipe(name)
+    """Two microbatches through the experts of one layer; ``primary`` for FP8 primary weights.
+
+    ``name`` is that of a recipe or of a file, and after spaces overrides.
+    """
+    base, *overrides = name.split()
+    recipe = NVFP4 if name == NVFP4.name else load_recipe(base, overrides)
     experts = [
         LinearGemms(
             recipe,

@@ -32,6 +32,7 @@ from tests.linear.grouped_experts import IN, OUT, ROUNDED, STEP, TETRAJET, TOKEN
         ("quartet2", 3),
         (TETRAJET, 3),
         (UE5M3, 3),
+        (f"{UE5M3} dgrad.grad_output.scaling=current dgrad.grad_output.history_rule=max", 3),
     ],
 )
 def test_grouped_ops_compute_what_the_loop_does(name: str, products: int, accumulates: bool) -> None:

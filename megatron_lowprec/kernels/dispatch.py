@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.amax_history import reference as amax_history
 from megatron_lowprec.kernels.bias import reference as bias
 from megatron_lowprec.kernels.cross_entropy import reference as cross_entropy
@@ -116,10 +117,19 @@ def _op(reference: Callable[P, R], fused: Callable[..., bool] | None = None) -> 
     return op
 
 
-def _fuses_operand_stats(x: torch.Tensor, *others: Any) -> bool:
-    signs = others[5] if len(others) > 5 else None
-    whole = signs is None or signs.numel() < 256 or x.dtype != torch.float32  # the matrix fits into shared memory
-    return whole and fuses(x)
+def _fuses_operand_stats(
+    x: torch.Tensor,
+    _data: torch.Tensor,
+    scale: torch.Tensor | None,
+    _fmt: Format | None,
+    block: tuple[int, int] = (1, 1),
+    _headroom: float = 1.0,
+    signs: torch.Tensor | None = None,
+) -> bool:
+    fits = signs is None or signs.numel() < 256 or x.dtype != torch.float32  # the matrix fits into shared memory
+    # a tile's columns are a power of two, and the 8 of a cell share a scale
+    one_a_cell = scale is None or scale.shape[1] == 1 or (block[1] >= 8 and block[1].bit_count() == 1)
+    return fits and one_a_cell and fuses(x)
 
 
 def _fuses_bias(y: torch.Tensor, *_: Any) -> bool:

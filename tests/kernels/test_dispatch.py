@@ -11,6 +11,9 @@ import torch
 
 import megatron_lowprec
 from megatron_lowprec.kernels import dispatch
+from megatron_lowprec.quantization.error_stats import error_stats
+from megatron_lowprec.quantization.quantizer import quantize
+from megatron_lowprec.recipe.schema import QuantSpec
 
 PACKAGE = Path(megatron_lowprec.__file__).parent
 KERNELS = PACKAGE / "kernels"
@@ -64,3 +67,18 @@ def test_a_fused_tensor_takes_the_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dispatch, "fuses", lambda _: True)
     monkeypatch.setattr(triton, "bias_gelu", lambda *args: args)
     assert dispatch.bias_gelu(1, 2, 3) == (1, 2, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("granularity", "columns", "fused"),
+    [("1x32", 96, True), ("3x8", 96, True), ("1x4", 96, False), ("1x24", 96, False), ("1x24", 24, True)],
+)
+def test_statistics_of_an_operand_take_the_kernel_where_a_cell_has_one_scale(
+    granularity: str, columns: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("megatron_lowprec.kernels.operand_stats.triton")
+    monkeypatch.setattr(dispatch, "fuses", lambda _: True)
+    monkeypatch.setattr(triton, "operand_stats", lambda *_: "kernel")
+    x = torch.randn(6, columns)
+    found = error_stats(x, quantize(x, QuantSpec("e4m3", granularity)))
+    assert isinstance(found, str) == fused

@@ -289,22 +289,26 @@ class QuantSpec:
             raise UserError(f"headroom {self.headroom} was asked with {chosen}; set scale.block_target instead")
 
     def _check_range(self) -> None:
-        """Refuse coded scales that saturate at the amax, or are 0 where it is 1."""
-        scales = FORMATS[self.scale_format]
+        """Refuse coded scales that saturate at the amax, or are 0 there; without a scale above, where it is 1."""
+        scales, elements, above = FORMATS[self.scale_format], FORMATS[self.format], self.tensor_scale
+        target = 1.0 if above is None else above.target * 2.0**-self.margin
         # peers have block targets below the elements' maximum under that maximum's target too
-        largest = max(FORMATS[self.format].max, self.scale.block_target or 0.0)
-        most = scales.max * largest
-        zero = self.scale.zero_code != "one" and 1 / largest < scales.smallest / 2
-        if self.tensor_scale is None and zero:
+        most = scales.max * max(elements.max, self.scale.block_target or 0.0)
+        zeros_up_to = (self.scale.block_target or elements.max) * scales.smallest / 2
+        if self.scale.zero_code != "one" and target <= zeros_up_to:
+            if above is None:
+                raise UserError(
+                    f"{self.format} elements were asked under {self.scale_format} scales alone, where a block of amax "
+                    f"1 has scale 0: set tensor_scale.target, {most} at most, or another scale.format"
+                )
             raise UserError(
-                f"{self.format} elements were asked under {self.scale_format} scales alone, where a block of amax 1 "
-                f"has scale 0: set tensor_scale.target, {most} at most, or another scale.format"
+                f"tensor_scale.target is {above.target}, which gives blocks of {self.format} elements the "
+                f"{self.scale_format} scale 0: set a target above {zeros_up_to * 2.0**self.margin}"
             )
-        if self.tensor_scale is not None and self.tensor_scale.target * 2.0**-self.margin > most:
+        if above is not None and target > most:
             raise UserError(
-                f"tensor_scale.target is {self.tensor_scale.target}, but {self.scale_format} scales of "
-                f"{self.format} elements reach {most}, and larger blocks would saturate: set "
-                f"tensor_scale.target={most}"
+                f"tensor_scale.target is {above.target}, but {self.scale_format} scales of {self.format} elements "
+                f"reach {most}, and larger blocks would saturate: set tensor_scale.target={most}"
             )
 
     def with_current_scaling(self) -> QuantSpec:

@@ -10,6 +10,7 @@ import torch
 
 from megatron_lowprec import GemmSpec, HadamardSpec, KeepBf16, LowPrecLinear, QuantSpec, Recipe, UserError
 from megatron_lowprec.formats import ELEMENT_FORMATS
+from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.recipe.quant_spec import ScaleSpec, TensorScaleSpec
 from megatron_lowprec.recipe.recipe import OptimizerSpec, Rule
 from megatron_lowprec.recipe.schema import FIXED_SIGNS, GEMM_OPERANDS
@@ -107,6 +108,17 @@ NVFP4 = QuantSpec("e2m1", **E4M3_SCALES, tensor_scale=TensorScaleSpec(2688.0))
             "tensor_scale.target, 25690112.0 at most",
         ),
         (
+            {"format": "e5m2", "scale": ScaleSpec(**CODED), "tensor_scale": TensorScaleSpec(50.0)},
+            "tensor_scale.target is 50.0, which gives blocks of e5m2 elements the e4m3 scale 0: set a target "
+            "above 56.0",
+        ),
+        (
+            {"format": "e2m1", "scale": ScaleSpec(**CODED), "tensor_scale": TensorScaleSpec(2688.0)}
+            | {"scaling": "delayed", "margin": 19},
+            "tensor_scale.target is 2688.0, which gives blocks of e2m1 elements the e4m3 scale 0: set a target "
+            "above 3072.0",
+        ),
+        (
             {"scale": ScaleSpec(**CODED | {"rule": "divided"})},
             "scale.rule divided was asked without a tensor_scale to divide by: set tensor_scale.target",
         ),
@@ -123,6 +135,16 @@ NVFP4 = QuantSpec("e2m1", **E4M3_SCALES, tensor_scale=TensorScaleSpec(2688.0))
 def test_operand_is_refused(fields: dict[str, Any], message: str) -> None:
     with refused(message):
         QuantSpec(**{"format": "e4m3", **({} if "scale" in fields else {"granularity": "tensor"}), **fields})
+
+
+@pytest.mark.parametrize("fields", [{}, {"block_target": 4.0}])
+def test_the_least_target_is_that_of_zeros(fields: dict[str, Any]) -> None:
+    least = fields.get("block_target", 6.0) * 2.0**-10
+    scale = ScaleSpec(**CODED, **fields)
+    with refused(f"set a target above {least}"):
+        QuantSpec("e2m1", scale=scale, tensor_scale=TensorScaleSpec(least))
+    spec = QuantSpec("e2m1", scale=scale, tensor_scale=TensorScaleSpec(least * 1.01))
+    assert quantize(torch.ones(1, 16), spec).dequantize().all()
 
 
 @pytest.mark.parametrize("block", [0, 8, 48, 512, "64"])

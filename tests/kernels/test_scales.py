@@ -329,7 +329,8 @@ def test_dequantized_bf16_is_exact_with_powers_of_two(
 def test_nan_block_and_inf_block_are_nan_and_no_other(generator: torch.Generator) -> None:
     x = torch.randn(2, 96, generator=generator)
     x[0, 5], x[1, 70] = torch.nan, -torch.inf
-    for scale_format, scale_rule in (("e8m0", "floor"), ("fp32", "amax")):
+    alone = (("e4m3", "product"), ("ue4m3", "base"), ("ue5m3", "quotient"))  # coded, without a scale above
+    for scale_format, scale_rule in (("e8m0", "floor"), ("fp32", "amax"), *alone):
         got, _ = quantize_operand(
             x, FORMATS["e4m3"], (1, 32), scale_format=scale_format, scale_rule=scale_rule, dequantize=True
         )

@@ -115,7 +115,7 @@ def coded_scale(
 
     The value is A G / M rounded to ``scale_fmt``, saturating. The encode scale is the reciprocal of the value times the
     tensor's decode scale; for a value of 0 it is fp32's maximum, so entries saturate and decode to 0, or what
-    ``options.zero_code`` says.
+    ``options.zero_code`` says. NaN gives NaN, and so does Inf without a scale above; under a known one Inf saturates.
 
     Args:
         amax: fp32 amax A of each block, any shape.
@@ -128,6 +128,8 @@ def coded_scale(
     """
     row, one = SCALE_RULES[rule], torch.ones((1, 1), device=amax.device)
     tensor = TensorScale(one, one, one) if of_tensor is None else of_tensor
+    if of_tensor is None:
+        amax = torch.where(amax.isfinite(), amax, torch.nan)
     largest = torch.full_like(one, options.largest(fmt))
     if row.divides:
         number = (amax / largest) * factor / tensor.decode

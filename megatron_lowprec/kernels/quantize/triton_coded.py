@@ -83,6 +83,8 @@ def _rounded_scale(number, draws, ROUNDING: tl.constexpr, MX: tl.constexpr):
 def _scale_of(amax, encode_above, decode_above, draws, FACTOR: tl.constexpr, MX: tl.constexpr):
     """Value and encode scale of each block's coded scale, fp32, from its amax."""
     largest = tl.full(amax.shape, MX.LARGEST, tl.float32)
+    if MX.TARGET == 0:
+        amax = tl.where(amax < float("inf"), amax, float("nan"))
     if (_DIVIDES >> MX.RULE) & 1:
         number = tl.div_rn(amax, largest)
         if FACTOR != 1.0:

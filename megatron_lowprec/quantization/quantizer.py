@@ -60,18 +60,21 @@ def quantize(
         axis: contracted dimension; blocks run along it, and their rows over all other dimensions, flattened.
         random: for stochastic rounding, a stream, or fp32 draws u in [0, 1) of the shape of x (magnitudes are floor(t
             + u)), which elements and scales then share; two of that shape give four-over-six others at four.
-        group: entries along ``axis`` that share a ``correction``: the block of the Hadamard transform that x has had.
+        group: entries along ``axis`` that share a ``correction``, whole blocks: the block of the Hadamard transform
+            that x has had.
 
     Returns:
         A tensor with codes, decode scales and ``dequantize`` in the layout of x.
 
     Raises:
-        UserError: stochastic rounding without ``random``, or draws of another shape; a correction without ``group``; x
-            of integers or FP8, zero-dimensional, without ``axis``, or without entries along it; a ``spec`` of another
-            type.
+        UserError: stochastic rounding without ``random``, or draws of another shape; a correction without ``group``, or
+            with one of partial blocks; x of integers or FP8, zero-dimensional, without ``axis``, or without entries
+            along it; a ``spec`` or ``random`` of another type.
     """
     if not isinstance(spec, QuantSpec):
         raise UserError(f"quantize got {type_of(spec)} as spec: give a QuantSpec, such as a recipe's fprop.input")
+    if not isinstance(random, RandomStream | torch.Tensor | None):
+        raise UserError(f"quantize got {type_of(random)} as random: give a RandomStream, or draws as a tensor")
     if not x.is_floating_point() or x.dtype.itemsize == 1:
         raise UserError(f"quantize takes floating-point tensors of 16 bits or more, got {x.dtype}: convert it first")
     if x.dim() == 0:
@@ -80,6 +83,8 @@ def quantize(
         raise UserError(f"quantize got axis {axis}, but the tensor has {x.dim()} dimensions, numbered from 0")
     if x.shape[axis] == 0:
         raise UserError(f"quantize got a tensor of shape {tuple(x.shape)}, which has no entries along axis {axis}")
+    if spec.scaling == "delayed":
+        spec = spec.with_current_scaling()
     last = x.movedim(axis, -1)
     matrix = last.reshape(-1, last.shape[-1])
     if isinstance(random, torch.Tensor):
@@ -238,13 +243,16 @@ def quantize_by_reference(
 
 
 def _coded_options(spec: QuantSpec, group: int | None) -> CodedOptions:
-    scale = spec.scale
-    if spec.correction is not None and group is None:
-        raise UserError(
-            f"correction {spec.correction} was asked of a tensor without a Hadamard transform, whose groups share a "
-            "factor: pass group=128, the block of the transform that it has had"
-        )
-    corrected = 0 if spec.correction is None or group is None else group
+    scale, corrected = spec.scale, 0
+    if spec.correction is not None:
+        assert spec.block is not None
+        if not isinstance(group, int) or group < 1 or group % spec.block[1]:
+            raise UserError(
+                f"correction {spec.correction} was asked with group {group}, but the groups of a Hadamard transform "
+                "share its factor: pass the block of the transform that the tensor has had, a multiple of "
+                f"{spec.block[1]} such as 128"
+            )
+        corrected = group
     return CodedOptions(scale.block_target, scale.four_over_six, scale.zero_code, corrected)
 
 

@@ -29,6 +29,7 @@ from megatron_lowprec.recipe.registry import (
     MXFP4_SR,
     MXFP8,
     MXFP8_OCP,
+    NVFP4,
 )
 from megatron_lowprec.scaling import CODED_SCALE_FORMATS
 from tests.refusal import refused
@@ -236,10 +237,13 @@ def test_power_of_two_scales_of_whole_rows_and_tensors(tile: str, rule: str, gen
     assert torch.equal(q.dequantize(), blocks.dequantize())
 
 
-def test_delayed_is_current_for_a_tensor_by_itself(generator: torch.Generator) -> None:
+@pytest.mark.parametrize("current", [FP8_CURRENT, NVFP4])
+@pytest.mark.parametrize("margin", [0, 2])
+def test_delayed_is_current_for_a_tensor_by_itself(current: QuantSpec, margin: int, generator: torch.Generator) -> None:
     x = torch.randn(4, 64, generator=generator)
-    delayed = replace(FP8_CURRENT, scaling="delayed")
-    assert torch.equal(quantize(x, delayed).dequantize(), quantize(x, FP8_CURRENT).dequantize())
+    got, want = quantize(x, replace(current, scaling="delayed", margin=margin)), quantize(x, current)
+    assert torch.equal(got.scale, want.scale)
+    assert torch.equal(got.dequantize(), want.dequantize())
 
 
 @all_specs
@@ -278,8 +282,18 @@ def test_a_parameter_is_quantized_outside_of_autograd(generator: torch.Generator
         ),
         (torch.ones(4, 64), {"random": torch.zeros(64)}, "draws of shape (64,) for a tensor of (4, 64)"),
         (torch.ones(4, 64), {"random": torch.zeros(64, 4)}, "draws of shape (64, 4) for a tensor of (4, 64)"),
+        (torch.ones(4, 64), {"random": torch.Generator()}, "quantize got a Generator as random: give a RandomStream"),
     ],
 )
 def test_what_quantize_does_not_take_is_refused(x: torch.Tensor, options: dict[str, Any], message: str) -> None:
     with refused(message):
         quantize(x, MXFP4_SR, **{"random": STREAM, **options})
+
+
+@pytest.mark.parametrize("group", [None, 0, 8, 17, 24, -128, 32.0])
+def test_groups_of_a_correction_are_whole_blocks(group: Any) -> None:
+    spec = get_recipe("quartet2").dgrad.grad_output
+    assert spec is not None
+    with refused(f"correction eden was asked with group {group}, but "):
+        quantize(torch.ones(4, 64), spec, random=STREAM, group=group)
+    quantize(torch.ones(4, 64), spec, random=STREAM, group=48)

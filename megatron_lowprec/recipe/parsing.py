@@ -11,7 +11,7 @@ A recipe file has a base and the fields that differ::
 import dataclasses
 import os
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -97,15 +97,16 @@ def overridden(recipe: Recipe, overrides: Sequence[str], written: Mapping[str, A
     if "name" not in given:
         data["name"] = "+".join([data["name"], *overrides])
     _check_new_operands(recipe, data)
-    return _marked_as_changed(_built(data), recipe, given)
+    return _marked_as_changed(_built(data, given), recipe, given)
 
 
-def _built(data: Mapping[str, Any]) -> Recipe:
-    """The recipe; where only its rules and phases fail, which were right before the overrides, the error says so."""
+def _built(data: Mapping[str, Any], given: Iterable[str]) -> Recipe:
+    """The recipe; an error of rules or phases that were right before the ``given`` overrides says so."""
     try:
         return recipe_from_dict(data)
     except UserError as error:
-        named = [name for name in ("rules", "phases") if data.get(name)]
+        changed = {path.split(".")[0] for path in given}
+        named = [name for name in ("rules", "phases") if data.get(name) and name not in changed]
         if not named:
             raise
         recipe_from_dict({**data, **dict.fromkeys(named)})

@@ -201,6 +201,9 @@ def test_an_override_reaches_fields_that_a_file_s_rule_does_not_set(tmp_path: Pa
     written.write_text("base: mxfp4_rht_sr\nphases: [{from_step: 9, dgrad: {weight: {rounding: half_away}}}]\n")
     with refused("phases[0].dgrad.weight lacks", "the overrides change what phases of the recipe build on"):
         load_recipe(str(written), ["dgrad.weight=null"])
+    for override in ("rules=5", "phases=5"):  # fail by themselves
+        with refused(match=f"^{override[:-2]} is 5, but must be a list$"):
+            load_recipe("mxfp8", [override])
 
 
 def test_an_override_changes_one_place_of_those_that_a_file_s_anchor_fills() -> None:

@@ -261,6 +261,11 @@ def small_cases() -> list[Case]:
         Case(37, 384, bf16, "e4m3", "128x128", "amax", "rc", special=False, kind="qkv_grad"),
         # a margin, also where M / amax and then M / 2^margin / amax leaves fp32
         *(Case(37, 144, fp32, "e4m3", "tensor", "amax", "rc", given=amax, margin=2) for amax in (3.0, 1e-36, 1e-38)),
+        # a quotient that is subnormal, and one without a reciprocal in fp32
+        *(
+            Case(37, 144, fp32, "e4m3", "tensor", rule, "rc", given=3e38, margin=margin)
+            for rule, margin in (("amax_pow2", 7), ("amax_pow2", 10), ("amax", 10))
+        ),
         # tiles that divide the matrix
         Case(128, 192, bf16, "e4m3", "tensor", "amax", "rc"),
         Case(128, 192, bf16, "e4m3", "row", "amax_pow2", "rc"),

@@ -156,6 +156,7 @@ def encode_scale(amax, CAST: tl.constexpr):
     bits = scale.to(tl.int32, bitcast=True)
     if CAST.POWER_OF_TWO:
         bits = bits & 0x7F800000
+    bits = tl.maximum(bits, 0x00400000)  # 2^-127
     finite = (amax.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
     return tl.where(finite, bits, 0x7FC00000).to(tl.float32, bitcast=True)
 

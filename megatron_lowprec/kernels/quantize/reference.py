@@ -86,7 +86,8 @@ def fp32_encode_scale(
     """fp32 encode scale, which multiplies a block before rounding: s = fl((M / 2^margin) / amax), M = ``fmt.max``.
 
     The decode scale is fl(1 / s). ``amax_pow2`` truncates s to a power of two. amax 0 gives 1. A quotient beyond fp32
-    gives its maximum, as in TransformerEngine's delayed scaling; NaN and Inf give NaN, so that they propagate.
+    gives its maximum, as in TransformerEngine's delayed scaling; one below 2^-127 gives that, whose reciprocal is
+    finite. NaN and Inf give NaN, so that they propagate.
 
     Args:
         amax: fp32, any shape, not negative.
@@ -100,7 +101,7 @@ def fp32_encode_scale(
     scale = torch.where((amax == 0) & (amax_floor == 0.0), torch.ones_like(scale), scale)
     if SCALE_RULES[rule].power_of_two:
         scale = (scale.view(torch.int32) & _EXPONENT_FIELD).view(torch.float32)
-    return torch.where(amax.isfinite(), scale, torch.nan)
+    return torch.where(amax.isfinite(), scale.clamp(min=2.0**-127), torch.nan)
 
 
 # ---- operands

@@ -23,6 +23,17 @@ def test_an_input_of_other_features_is_refused(name: str) -> None:
                 layer(torch.zeros(shape))
 
 
+@all_recipes
+def test_a_layer_on_the_meta_device_has_the_shapes_of_torch_s(name: str) -> None:
+    layer, x = layer_of(name).to("meta"), torch.zeros(2, T, IN, device="meta", requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert (y.shape, y.device.type) == ((2, T, layer.out_features), "meta")
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    assert layer.weight.grad.shape == layer.weight.shape
+
+
 def test_the_layer_of_gpt2_refuses_its_output_features() -> None:
     layer = convert(nn.Sequential(Conv1D(nf=256, nx=128)), "fp8_current")
     assert layer(torch.zeros(T, 128)).shape == (T, 256)

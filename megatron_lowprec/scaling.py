@@ -44,6 +44,7 @@ GRANULARITIES: dict[str, Granularity] = {
 """Granularities that kernels support. References support blocks of any size."""
 
 _BLOCK = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
+_LARGEST_BLOCK = 1 << 20  # entries: references pad an operand to whole blocks
 
 
 @lru_cache(maxsize=64)
@@ -51,13 +52,15 @@ def granularity_of(name: str) -> Granularity:
     """The granularity of that name, either a row of GRANULARITIES or any block ``RxC``.
 
     Raises:
-        ValueError: ``name`` is neither.
+        ValueError: ``name`` is neither, or a block of more than 2^20 entries.
     """
     found = GRANULARITIES.get(name)
     if found is None:
         sizes = _BLOCK.fullmatch(name)
-        if sizes is None:
-            raise ValueError(f"granularity {name!r} is not tensor, row or ROWSxCOLUMNS such as 1x32")
+        if sizes is None or int(sizes[1]) * int(sizes[2]) > _LARGEST_BLOCK:
+            raise ValueError(
+                f"granularity {name!r} is not tensor, row or ROWSxCOLUMNS such as 1x32, of up to 2^20 entries"
+            )
         found = Granularity(name, int(sizes[1]), int(sizes[2]))
     return found
 

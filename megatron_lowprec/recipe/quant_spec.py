@@ -77,7 +77,8 @@ class ScaleSpec:
             block = granularity_of(self.granularity).block
         except ValueError:
             raise UserError(
-                f"granularity is {self.granularity!r}, but must be tensor, row or ROWSxCOLUMNS such as 1x32"
+                f"granularity is {self.granularity!r}, but must be tensor, row or ROWSxCOLUMNS such as 1x32, of up to "
+                "2^20 entries"
             ) from None
         if self.format not in SCALE_FORMATS:
             raise UserError(f"format is {self.format!r}, but must be one of {', '.join(SCALE_FORMATS)}")
@@ -135,7 +136,10 @@ class TensorScaleSpec:
         except ValueError:
             block = None
         if block is None and self.granularity != "tensor":
-            raise UserError(f"granularity is {self.granularity!r}, but must be tensor or ROWSxCOLUMNS such as 1x128")
+            raise UserError(
+                f"granularity is {self.granularity!r}, but must be tensor or ROWSxCOLUMNS such as 1x128, of up to 2^20 "
+                "entries"
+            )
         if not _LEAST <= self.target <= _MOST:
             raise UserError(f"target is {self.target}, but must be a positive number such as 2688.0; {_RANGE}")
 
@@ -258,8 +262,8 @@ class QuantSpec:
                 "history_rule held was asked with scaling current, which keeps no history: set scaling=delayed, or "
                 "history_rule=max"
             )
-        if self.history < 1:
-            raise UserError(f"history is {self.history}, but must be at least 1")
+        if not 1 <= self.history <= 1 << 20:
+            raise UserError(f"history is {self.history}, but must be at least 1 and at most 2^20")
 
     def _check_coded(self) -> None:
         """Check what depends on both the elements and the levels of coded scales."""

@@ -71,7 +71,12 @@ NVFP4 = QuantSpec("e2m1", **E4M3_SCALES, tensor_scale=TensorScaleSpec(2688.0))
         ({"amax_floor": 1e300}, "amax_floor is 1e+300, but must be 0 or a positive number up to 2^63"),
         ({"scaling": "delayed", "margin": 140}, "margin 140 was asked; it is a number from 0 to 63"),
         ({"amax_floor": -1.0}, "amax_floor is -1.0, but must be 0 or a positive number"),
-        ({"history": 0}, "history is 0, but must be at least 1"),
+        ({"history": 0}, "history is 0, but must be at least 1 and at most 2^20"),
+        ({"history": 10**13}, "history is 10000000000000, but must be at least 1 and at most 2^20"),
+        *(
+            ({"granularity": name}, f"granularity is '{name}', but must be tensor, row or ROWSxCOLUMNS such as 1x32")
+            for name in ("2048x1024", "1x99999999999999999999999")
+        ),
         (
             {"scaling": "delayed", "granularity": "row"},
             "scaling delayed was asked with granularity row and fp32 scales",

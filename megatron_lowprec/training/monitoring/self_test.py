@@ -49,12 +49,20 @@ def self_test(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _random_operands(recipe: Recipe) -> Iterator[tuple[str, str, QuantSpec, HadamardSpec | None]]:
-    """With the transform that makes a correction unbiased, over random signs."""
+    """Operands that are unbiased by their draws; a correction is over random signs, with the transform that has them.
+
+    Scales that are drawn for elements rounded to nearest are biased without a correction.
+    """
     for gemm, found in dict.fromkeys(recipe.specs()):
+        random_signs = found.hadamard is not None and found.hadamard.signs == "random"
         for operand in GEMM_OPERANDS[gemm]:
             spec: QuantSpec | None = getattr(found, operand)
-            if spec is not None and spec.random:
-                yield gemm, operand, spec, found.hadamard if spec.correction else None
+            if spec is None:
+                continue
+            if spec.correction is not None and random_signs:
+                yield gemm, operand, spec, found.hadamard
+            elif spec.rounding == "stochastic":
+                yield gemm, operand, replace(spec, correction=None), None
 
 
 def _check_unbiased(
@@ -64,7 +72,7 @@ def _check_unbiased(
     plain = replace(spec.with_current_scaling(), source="original")
     quantized: dict[str, Any] = {operand: plain}
     alone: dict[str, Any] = {gemm: GemmSpec(**quantized, hadamard=hadamard)}
-    size = math.lcm(128, *(spec.block or ()))
+    size = math.lcm(128, *(spec.block or ()), 1 if hadamard is None else hadamard.block)
     layer = LowPrecLinear(
         size, size, bias=False, device=device, dtype=dtype, recipe=Recipe("self-test", "one operand", **alone)
     )

@@ -86,6 +86,18 @@ def test_stochastic_rounding_of_any_format_and_tile_passes(base: str, overrides:
     self_test(recipe, torch.bfloat16, CPU)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["dgrad.hadamard.block=256"],
+        ["dgrad.hadamard.signs=none", "wgrad.hadamard.signs=none"],  # a correction is unbiased over random signs
+        ["dgrad.grad_output.correction=null", "dgrad.weight.correction=null"],
+    ],
+)
+def test_what_is_biased_by_its_recipe_passes(overrides: list[str]) -> None:
+    self_test(load_recipe("quartet2", overrides), torch.bfloat16, CPU)
+
+
 def test_an_operand_is_drawn_without_what_it_depends_on() -> None:
     """Its fprop operand and its transform are not there when it is drawn alone."""
     drawn = replace(NVFP4, rounding="stochastic", correction="eden", scale=replace(NVFP4.scale, zero_code="one"))

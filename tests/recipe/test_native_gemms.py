@@ -8,7 +8,6 @@ from megatron_lowprec import UserError, get_recipe
 from megatron_lowprec.linear.backends.emulated.why_not import check_accumulator, fast_gemms
 from megatron_lowprec.linear.backends.table import choose, native_gemms
 from megatron_lowprec.linear.backends.target import Target
-from megatron_lowprec.recipe.parsing import load_recipe
 
 
 @pytest.mark.parametrize(
@@ -40,21 +39,6 @@ def test_sizes_that_fp8_products_cannot_take() -> None:
     assert native_gemms(recipe, Target("sm90", 208, 256)) == {"dgrad", "wgrad"}
     found = choose("fprop", recipe.fprop, Target("sm90", 200, 256))
     assert found == ("emulated", False, (("hopper_fp8", "in_features 200 is no multiple of 16"),))
-
-
-@pytest.mark.parametrize(
-    ("override", "native"),
-    [
-        ("fprop.input.format=e5m2", "fprop dgrad wgrad"),
-        ("wgrad.grad_output.format=e5m2", "fprop dgrad wgrad"),
-        ("fprop.weight.format=e5m2", "dgrad wgrad"),
-        ("dgrad.weight.format=e5m2", "fprop wgrad"),
-        ("wgrad.input.format=e5m2", "fprop dgrad"),
-    ],
-)
-def test_products_of_row_scales_take_e5m2_only_first(override: str, native: str) -> None:
-    """torch's CUTLASS kernel checks the dtype of its second operand."""
-    assert native_gemms(load_recipe("fp8_rowwise", [override]), Target("sm90", 256, 384)) == set(native.split())
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,6 @@ def why_not(name: str, gemm: GemmSpec, target: Target) -> str | None:
         return f"no FP8 GEMM of granularity {' and '.join(sorted(granularities))} on {arch}"
     if "1x128" in granularities and formats != {"e4m3"}:
         return "FP8 GEMMs of granularity 1x128 take only E4M3"
-    if "row" in granularities and operands[1].format != "e4m3":
-        return "FP8 GEMMs of granularity row take only E4M3 as their second operand"
     if (reason := target.why_not_native("FP8 GEMMs")) is not None:
         return reason
     contracted = {"input": target.in_features, "output": target.out_features, "tokens": 0}[_CONTRACTED[name]]

@@ -69,7 +69,8 @@ def describe_gemm(name: str, gemm: GemmSpec, backend: Choice, emulate_accumulato
     alpha = 1.0
     for quant in (getattr(gemm, first), getattr(gemm, second)):
         alpha /= quant.headroom if quant is not None else 1.0
-    scaled = f", accumulator x {Fraction(alpha).limit_denominator(1000)}" if alpha != 1.0 else ""
+    ratio = Fraction(alpha).limit_denominator(1000)
+    scaled = f", accumulator x {ratio if float(ratio) == alpha else f'{alpha:.6g}'}" if alpha != 1.0 else ""
     fast = gemm.fast_accumulation and (backend.multiplies_codes or emulate_accumulator)
     accumulation = "fast" if fast else "fp32"
     runs = f"{backend.describe()}{backend.verification}, contracts {_CONTRACTED[name]}"

@@ -216,6 +216,8 @@ def _numbered(jobs: Sequence[Job], number: int, out: Path) -> Job:
 def _run(
     args: argparse.Namespace, sweep: Sweep, chosen: list[Job], todo: list[Job], where: list[local.Place], out: Path
 ) -> int:
+    for name in {job.id for job in chosen} - {job.id for job in todo}:
+        (out / name / local.REQUEUE).unlink(missing_ok=True)  # of scores that are not asked for any more
     view = View(out, [job.id for job in chosen], sweep.evaluate)
     at_size = f" at size {sweep.size}" if sweep.size else ""
     done = f", {len(chosen) - len(todo)} of them done before" if len(todo) < len(chosen) else ""
@@ -231,6 +233,10 @@ def _run(
         return TO_BE_CONTINUED
     if result.left and not result.too_many_failures and math.isfinite(args.start_within):
         print(f"{len(result.left)} jobs were not started within {args.start_within:g} s; the same command starts them")
+        return TO_BE_CONTINUED
+    stopped = [name for name in result.ended["interrupted"] if (out / name / local.REQUEUE).exists()]
+    if stopped and not result.ended["failed"]:
+        print(f"stopped by a signal: {', '.join(stopped)}; the same command goes on where they stopped")
         return TO_BE_CONTINUED
     if result.ended["failed"]:
         print("the same command tries the failed jobs again, each from its last checkpoint")

@@ -111,7 +111,7 @@ def outcome(exit_code: int, stopped: bool, asks_requeue: bool, iteration: int, t
 def is_stopped(exit_code: int, killed: bool, asked_to_stop: bool, begun: bool) -> bool:
     """Whether a signal ended an attempt that wrote no ``requeue``, and no fault, which each attempt would repeat.
 
-    ``begun``: it has logged something.
+    ``begun``: it has logged something, and has iterations left.
     """
     # Slurm signals jobs without handlers as well. A rank that is asked to stop before the others listen ends them, with
     # torchrun's exit code of a fault.
@@ -280,7 +280,8 @@ class Runner:
         """Record a job's result; returns its slot, or None if the job's evaluation now occupies it."""
         job, run, code = running.job, self._out / running.job.id, running.process.returncode
         progress, seconds = read_progress(run), time.monotonic() - running.started
-        stopped = is_stopped(code, running.killed, self._signal is not None, progress != running.before)
+        begun = progress != running.before and progress.iteration < job.train_iters
+        stopped = is_stopped(code, running.killed, self._signal is not None, begun)
         state = outcome(code, stopped, (run / REQUEUE).exists(), progress.iteration, job.train_iters)
         running.log.close()
         if running.training:

@@ -23,7 +23,8 @@ _FUNCTIONS = str(Path(__file__).with_name("requeue.sh"))
 # In sbatch's message if it reached no controller: no option of a job changes that.
 _NO_CONTROLLER = ("contact slurm controller", "establish a configuration source", "process configuration file")
 _NEEDS_QUOTES = re.compile(r"[^\w@%+=:,./\[\]-]", re.ASCII)
-_ASK_FOR_GPUS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "tres-per-task")
+_GPU_COUNTS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task")
+_RESOURCES = ("gres", "tres-per-task")  # which may be others than GPUs
 
 _BODY = """\
 set -u
@@ -55,7 +56,7 @@ def script(
     name = f"{sweep.name}-{sweep.size}" if sweep.size else sweep.name
     options = {
         "job-name": name,
-        **{key: value for key, value in sweep.slurm.items() if key not in _ASK_FOR_GPUS},
+        **{key: value for key, value in sweep.slurm.items() if not _asks_for_gpus(key, value)},
         **gpus(sweep),
         "array": indices([job.index for job in chosen]) + limit,
         "nodes": "1",
@@ -103,9 +104,13 @@ def indices(numbers: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
+def _asks_for_gpus(key: str, value: str | None) -> bool:
+    return key in _GPU_COUNTS or (key in _RESOURCES and "gpu" in str(value))
+
+
 def gpus(sweep: Sweep) -> Mapping[str, str]:
     """sbatch options for a job's GPUs: the sweep's own if given, else by gpus_per_job; none if 0."""
-    own = {key: value for key, value in sweep.slurm.items() if key in _ASK_FOR_GPUS}
+    own = {key: value for key, value in sweep.slurm.items() if _asks_for_gpus(key, value)}
     asked = own or {"gpus": str(sweep.resources.gpus_per_job or 1)}
     return {key: value for key, value in asked.items() if value != "0"}
 

@@ -223,9 +223,10 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
 def _work(plan: RunPlan, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop | None:
     """Set up process groups and train inside of them; returns why the training ended early, or None."""
     device = connect(plan.config, ranks)
-    from megatron_lowprec.training.distributed.rank_sync import same_as_on_rank_0
+    from megatron_lowprec.training.distributed.rank_sync import same_as_on_rank_0, same_on_all_ranks
     from megatron_lowprec.training.distributed.watchdog import PeerWatch
 
+    same_on_all_ranks("the checkpoint to continue from", str(plan.found.folder) if plan.found is not None else "none")
     same_as_on_rank_0(plan.shared)
     lay_out(plan.config)
     with PeerWatch(ranks.rank):
@@ -239,13 +240,12 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
     from megatron_lowprec.training import loop, model
     from megatron_lowprec.training.checkpoint.writer import CheckpointWriter, origin_of
     from megatron_lowprec.training.data import batches
-    from megatron_lowprec.training.distributed.rank_sync import run_on_all_ranks, same_on_all_ranks
+    from megatron_lowprec.training.distributed.rank_sync import run_on_all_ranks
     from megatron_lowprec.training.monitoring.log import RunLog
     from megatron_lowprec.training.monitoring.run_metadata import RunRecord
 
     run_on_all_ranks(lock.acquire)
     config, paths, content = plan.config, plan.paths, plan.content
-    same_on_all_ranks("the checkpoint to continue from", str(plan.found.folder) if plan.found is not None else "none")
     splits = batches.build(config, plan.tokenizer, ranks.rank, ranks.local_rank)
     trainer = model.build(config, plan.recipe, plan.schedule, content["padded_vocab_size"])
     _check_numerics(plan, trainer, device)

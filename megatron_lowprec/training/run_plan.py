@@ -50,11 +50,20 @@ class RunPlan:
     def shared(self) -> dict[str, Any]:
         """What all ranks have to agree on, by name. Files and folders may have other names on another node."""
         options = {
-            f"--{name.replace('_', '-')}": value
+            f"--{name.replace('_', '-')}": _without_names(name, value)
             for name, value in self.content["options"].items()
-            if not (OPTIONS[name].path or (OPTIONS[name].part is Part.OUTPUT and isinstance(value, str)))
+            if not (OPTIONS[name].by_rank or (OPTIONS[name].part is Part.OUTPUT and isinstance(value, str)))
         }
         return options | {f"the recipe's {name}": value for name, value in flattened(self.content["recipe"])}
+
+
+def _without_names(name: str, value: Any) -> Any:
+    """What is left of an option's value if a file may have any name."""
+    from megatron_lowprec.training.data.blend import parse_blend
+
+    if OPTIONS[name].path == "data":
+        return f"of weights {', '.join(str(weight) for _, weight in parse_blend(value))}"
+    return "of a file" if OPTIONS[name].path else value
 
 
 def plan_run(

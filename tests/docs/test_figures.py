@@ -100,9 +100,9 @@ IN_FP32 = tuple(
 
 FIGURES = {
     README: [
-        eight("takes **{}** of bf16's time", "over bf16"),
-        eight("time, {} tokens/s per GPU", "tokens/s per GPU"),
-        eight("with TransformerEngine {}, like", "over bf16", "TransformerEngine tensorwise"),
+        eight("takes **{}** of the time of bf16", "over bf16"),
+        eight("graphs, {} tokens/s per GPU", "tokens/s per GPU"),
+        eight("TransformerEngine, without graphs, {} (two", "over bf16", "TransformerEngine tensorwise"),
         compiled("`convert` take **{}** of compiled bf16's", "fp8_current"),
         compiled("step, torchao's {} (", "torchao tensorwise"),
         emulated_fp4("under `mxfp4_rht_sr` takes **{}** times", B13),
@@ -117,7 +117,7 @@ FIGURES = {
         operands("place only: **{}** for the input", NATS, "forward_input"),
         operands("{} for the backward pass (", NATS, "backward"),
         operands("for the backward pass (±{})", OF_NATS, "backward", combine=half_width),
-        roundings("MXFP4 ends **{}** nats before", "measured"),
+        roundings("with headroom, ends **{}** nats before", "measured"),
         roundings("stochastic rounding ({} to", INTERVAL, min),
         roundings("rounding (0.0019 to {})", INTERVAL, max),
         rivals("`nvfp4` ends {} nats above bf16, **0", "nvfp4"),

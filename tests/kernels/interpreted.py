@@ -141,7 +141,8 @@ def _generic_reduce(self: Any, inputs: Any) -> list[Any]:
 
 
 def remove_interpreter_overhead() -> None:
-    """Skip repeated work of Triton's interpreter, two thirds of its time; no result depends on it.
+    """Skip repeated work of Triton's interpreter, two thirds of its time. No result depends on it but
+    subnormals that are cast from or to bf16, which its own casts get wrong.
 
     Each device function call searches Triton's modules for functions to replace. Each operation builds a table of
     dtypes, wraps each size of its result's shape several times, and compares dtypes and shapes that are one object. A

@@ -96,6 +96,7 @@ for iteration in range(begun + 1, iters + 1):
             (save / "requeue").write_text("SIGUSR1 at iteration 2\n")
             leave(iteration, 1)
         if mode in ("hold", "full", "deaf"):
-            (save / f"holding.{rank}").write_text(str(os.getpid()))
+            (save / f"partial.{rank}").write_text(str(os.getpid()))
+            (save / f"partial.{rank}").rename(save / f"holding.{rank}")
             wait(lambda: told() or Path(__file__).with_name("release").exists())
 leave(iters, 0)

@@ -12,7 +12,9 @@ if "fail" in args:
     sys.exit(2)
 run = Path(args[args.index("--load") + 1])
 if "hold" in args:
-    (run / f"holding.{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
+    rank = os.environ.get("RANK", "0")
+    (run / f"partial.{rank}").write_text(str(os.getpid()))
+    (run / f"partial.{rank}").rename(run / f"holding.{rank}")
     signal.alarm(1800)  # ends a hang
     signal.pause()
 assert (run / "latest_checkpointed_iteration.txt").exists()

@@ -76,7 +76,7 @@ def test_exit_code_0_before_the_end_is_not_the_end(fake: Fake, write_sweep: Writ
 def test_a_job_with_a_requeue_file_is_not_finished(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.behave(bf16="requeue")
     path = write_sweep(recipes=["bf16"])
-    fake.run(path)
+    assert fake.run(path) == 75
     assert (fake.record(BF16)["state"], fake.record(BF16)["exit_code"]) == ("interrupted", 1)
     assert (fake.out / BF16 / "requeue").exists()
     assert fake.run(path) == 0

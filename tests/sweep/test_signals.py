@@ -166,6 +166,8 @@ def test_a_signal_in_the_last_save_leaves_the_scores_to_the_next_start(
     assert "1 unscored" in capsys.readouterr().out
     assert fake.run(path, "--status", "--evaluate=") == 0
     assert "1 done" in capsys.readouterr().out
+    assert fake.run(path, "--set", "train-iters=3", "--evaluate=") == 0
+    assert not (fake.out / BF16 / "requeue").exists(), "nothing is left"
     code, printed = fake.start(path, "--set", "train-iters=3").ended()
     assert code == 0, printed
     assert not (fake.out / BF16 / "requeue").exists()

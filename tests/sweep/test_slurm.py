@@ -75,7 +75,7 @@ def test_a_request_for_gpus_of_ones_own(
 ) -> None:
     path = write_sweep(resources={"gpus_per_job": 2})
     for flags, expected in (
-        ([], {"gpus": "2"}),
+        (["--sbatch", "tres-per-task=cpu:4"], {"gpus": "2"}),
         (["--gpus-per-job", "4"], {"gpus": "4"}),
         (["--sbatch", "gres=gpu:h200:2"], {"gres": "gpu:h200:2"}),
         (["--sbatch", "gpus-per-socket=2"], {"gpus-per-socket": "2"}),

@@ -96,6 +96,9 @@ def source(config: Config) -> tuple[Config, list[str]]:
             # --finetune and similar options apply to a run's first start only.
             begun_with = {"finetune", "no_load_rng"} | (set() if config.no_save_optim else {"no_load_optim"})
             options: dict[str, Any] = dict.fromkeys(begun_with, False)
+            if config.load is None and (unread := [name for name in sorted(begun_with) if getattr(config, name)]):
+                flags = " and ".join(f"--{name.replace('_', '-')}" for name in unread)
+                note += f"; {flags} had an effect with --load {config.save}"
             return replace(config, load=config.save, ckpt_step=None, **options), [note + began]
     if config.load is None and config.pretrained_checkpoint is not None:
         return replace(config, load=config.pretrained_checkpoint, finetune=True), []
@@ -231,7 +234,8 @@ def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
     """Reject another model's checkpoint, naming the differing options; reject a weights-only one without --finetune."""
     if saved.content.get("weights_only") and not config.finetune:
         raise UserError(
-            f"checkpoint {saved.folder} holds only weights, from {saved.content['weights_only']}: add --finetune"
+            f"checkpoint {saved.folder} holds only weights, from {saved.content['weights_only']}: add "
+            f"--load {saved.folder.parent} --finetune"
         )
     options = saved.content["options"]
     names = options_in(Part.FUNCTION, groups=option_groups(config))
@@ -305,16 +309,17 @@ def _tokenizer_words(identifiers: Mapping[str, str]) -> str:
 
 def check_optimizer(saved: Saved, config: Config) -> None:
     """Reject a checkpoint without optimizer state, or with one of another kind than this run's."""
+    weights_only = f"--load {saved.folder.parent} --no-load-optim to go on with the weights only"
     if saved.content["options"].get("no_save_optim"):
         raise UserError(
-            f"checkpoint {saved.folder} was saved with --no-save-optim: add --no-load-optim to go on with the weights "
-            "only, or --finetune to begin a run with them"
+            f"checkpoint {saved.folder} was saved with --no-save-optim: add {weights_only}, or --finetune instead to "
+            "begin a run with them"
         )
     others = differing(saved.content["options"], config, options_with(optimizer_state=True))
     if others:
         raise UserError(
             f"checkpoint {saved.folder} holds another optimizer's state: {', '.join(others)}; "
-            "give the checkpoint's options, or --no-load-optim to go on with the weights only"
+            f"give the checkpoint's options, or {weights_only}"
         )
     before, now = saved.layout.get("expert", 1), config.expert_model_parallel_size
     if has_experts(config) and (before > 1) != (now > 1):
@@ -322,8 +327,7 @@ def check_optimizer(saved: Saved, config: Config) -> None:
         raise UserError(
             f"checkpoint {saved.folder} was written with --expert-model-parallel-size {before}, and this run has {now}"
             ": from 2 on Megatron-core gives experts an optimizer of their own, and loads no state of one optimizer "
-            f"into two, or of two into one; give --expert-model-parallel-size {sizes}, or --no-load-optim to go on "
-            "with the weights only"
+            f"into two, or of two into one; give --expert-model-parallel-size {sizes}, or {weights_only}"
         )
 
 

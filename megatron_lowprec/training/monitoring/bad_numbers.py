@@ -139,7 +139,12 @@ class BadSteps:
         return Stop(reason, requeue=False, at_once=True, error=error)
 
     def report(self, content: dict[str, Any], iteration: int, reason: str, finite_weights: bool) -> None:
-        """Write the diagnosis into the run's folder; called by one rank."""
+        """Write the diagnosis into the run's folder; called by one rank.
+
+        A start that skipped nothing keeps that of an earlier one, whose skipped iterations it counts on from.
+        """
+        if not self._told and self.in_a_row and finite_weights and (self.run_folder / REPORT).exists():
+            return
         found = "\n".join(f"- {line}" for line in self._told or ["No iteration of this start was skipped."])
         state = (
             "The checkpoint of this iteration holds weights and moments as they were before the first of these."

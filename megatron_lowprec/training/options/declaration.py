@@ -63,6 +63,7 @@ class Option:
         begins: with --load it says how a run begins.
         sweep: what sets it in a sweep, whose options may not have it.
         grouped: runs that differ in it are in different groups of a report.
+        by_rank: ranks may have other values: names of what they compare otherwise, or a choice by the rank's GPU.
         draws: initial weights and dropout depend on it, because Megatron offsets its seed by rank.
     """
 
@@ -86,6 +87,7 @@ class Option:
     begins: bool = False
     sweep: str | None = None
     grouped: bool = True
+    by_rank: bool = False
     draws: bool = False
 
     @property

@@ -23,6 +23,7 @@ class CheckpointOptions(Group):
         "folder to continue from; may be --save's, empty or not; default --save's if it holds a checkpoint",
         Part.RESUME,
         sweep="--out",
+        by_rank=True,
     )
     ckpt_step: int | None = arg(
         None,
@@ -36,6 +37,7 @@ class CheckpointOptions(Group):
         "folder whose weights a new run begins with; of no effect where --save or --load holds a checkpoint",
         Part.START,
         grouped=False,
+        by_rank=True,
     )
     finetune: bool = arg(
         False,
@@ -80,6 +82,7 @@ class LoggingOptions(Group):
         "recipes (names or YAML files) whose quantizers are applied to the same tensors in each snapshot, as in "
         "mxfp8,fp8_blockwise; without delayed scaling",
         needs="log_quantization_interval",
+        by_rank=True,
     )
     capture_step: list[int] = arg(
         [],

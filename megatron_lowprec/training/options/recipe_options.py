@@ -19,6 +19,7 @@ class RecipeOptions(Group):
         Part.RECIPE,
         sweep="recipes:",
         grouped=False,
+        by_rank=True,
     )
     recipe_override: list[str] = arg(
         [],

@@ -153,6 +153,7 @@ class TrainingOptions(Group):
         "auto",
         "local: capture each layer's forward and backward pass in CUDA graphs, so that the GPU does not wait for "
         "Python; auto: on GPUs where layers can be captured",
+        by_rank=True,
     )
     max_skipped_steps: int = arg(
         10, "stop with a report after this many iterations in a row with a non-finite loss or gradient (ours)", least=1

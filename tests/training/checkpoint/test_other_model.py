@@ -152,6 +152,6 @@ def test_the_optimizer_of_experts_stays_on_its_side(before: int, now: int, refus
     advice = "1, or" if before == 1 else f"{before}, or any from 2, or"
     with pytest.raises(
         UserError,
-        match=rf"size {before}, and this run has {now}:.*; give --expert-model-parallel-size {advice} --no-load-optim",
+        match=rf"size {before}, and this run has {now}:.*-model-parallel-size {advice} --load \S+ --no-load-optim",
     ):
         check_optimizer(saved, config)

@@ -211,13 +211,26 @@ def test_a_checkpoint_without_optimizer_state_holds_weights(drive: Drive, capsys
     stored = safe_load.examine(Path("out/iter_0000002")).state_dict_metadata
     assert any("embedding" in key for key in stored)
     assert not [key for key in stored if "optimizer" in key]
-    with pytest.raises(UserError, match=r"iter_0000002 was saved with --no-save-optim: add --no-load-optim"):
+    with pytest.raises(UserError, match=r"was saved with --no-save-optim: add --load out --no-load-optim to go"):
         drive(argv(**options))
     capsys.readouterr()
     drive(argv(**options, no_load_optim=True))
     assert "at iteration 2" in capsys.readouterr().out
     assert len(losses(Path("out"))) == 4
     assert not [row for row in rows(Path("out")) if row.get("skipped iterations")]
+
+
+def test_a_flag_of_a_first_start_says_where_it_has_an_effect(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    """A refusal that advises it names --load as well."""
+    drive(argv(save="out", train_iters=2, save_interval=2))
+    other = {"save": "out", "train_iters": 3, "bf16": True}
+    with pytest.raises(UserError, match=r"; give the checkpoint's options, or --load out --no-load-optim to go"):
+        drive(argv(**other, no_load_optim=True))
+    drive(argv(**other, no_load_optim=True, load="out"))
+    assert len(losses(Path("out"))) == 3
+    capsys.readouterr()
+    drive(argv(save="out", train_iters=4, bf16=True, no_load_rng=True))
+    assert "continuing from it; --no-load-rng had an effect with --load out" in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_an_earlier_commit_goes_on(drive: Drive) -> None:

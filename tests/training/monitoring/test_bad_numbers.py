@@ -265,6 +265,7 @@ def test_a_run_that_ends_with_skipped_iterations_has_failed(drive: Drive, monkey
     assert not Path("out/requeue").exists()
     with pytest.raises(UserError, match="the last 2 iterations were skipped"):
         drive(argv(**COMMON, eval_iters=1))
+    assert "layers.3.mlp.linear_fc2, wgrad" in Path("out/bad_numbers.md").read_text(), "of the start that skipped them"
     assert not [row for row in rows(Path("out")) if "lm loss validation" in row]
     drive(argv(**COMMON | {"train_iters": 6}))
     assert losses(Path("out"))[-1] != losses(Path("out"))[-2]

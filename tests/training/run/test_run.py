@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.distributed import rank_sync
+from megatron_lowprec.training.run_plan import _without_names
 from tests.refusal import refused
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses, rows
@@ -175,4 +176,17 @@ def test_ranks_compare_what_they_will_train(drive: Drive, monkeypatch: pytest.Mo
     assert settings["--norm-epsilon"] == 0.25
     assert settings["--log-interval"] == 1
     assert settings["the recipe's dgrad.grad_output.format"] == "e5m2"
-    assert not settings.keys() & {"--save", "--tensorboard-dir", "--train-data-path", "--tokenizer-model"}
+    assert not settings.keys() & {"--save", "--tensorboard-dir", "--recipe", "--load"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "left"),
+    [
+        ("train_data_path", ["0.9", "a", "0.1", "b"], "of weights 0.9, 0.1"),
+        ("data_path", ["a", "b"], "of weights None, None"),
+        ("tokenizer_model", "a", "of a file"),
+        ("seed", 1, 1),
+    ],
+)
+def test_files_may_have_another_name_on_another_node(name: str, value: Any, left: Any) -> None:
+    assert _without_names(name, value) == left

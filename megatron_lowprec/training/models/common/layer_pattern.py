@@ -8,7 +8,8 @@ from functools import lru_cache
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
 
-_TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
+_TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,9}))?")
+_NUMBER = re.compile(r"0*[1-9]\d{0,8}", re.ASCII)
 
 
 def layers_with_experts(config: Config) -> tuple[bool, ...]:
@@ -23,7 +24,7 @@ def layers_with_experts(config: Config) -> tuple[bool, ...]:
 @lru_cache(maxsize=8)  # each layer asks
 def _pattern(freq: str, layers: int) -> tuple[bool, ...]:
     asked = freq.replace(" ", "")
-    if asked.isdecimal() and int(asked) > 0:
+    if _NUMBER.fullmatch(asked):
         return tuple(layer % int(asked) == 0 for layer in range(layers))
     terms = [_TERM.fullmatch(term) for term in asked.removeprefix("(").removesuffix(")").split("+")]
     parts = [(term[1].split(","), int(term[2] or 1)) for term in terms if term]
@@ -32,7 +33,7 @@ def _pattern(freq: str, layers: int) -> tuple[bool, ...]:
         found = "no such pattern" if None in terms else f"a pattern of {length} layers"
         raise UserError(
             f"--moe-layer-freq {freq} is {found}; give a number, or a pattern of --num-layers {layers} zeros (dense) "
-            f"and ones (experts), such as ([0]*1+[1]*{layers - 1})"
+            f"and ones (experts), such as {f'([0]*1+[1]*{layers - 1})' if layers > 1 else '[1]'}"
         )
     return tuple(digit == "1" for digits, times in parts for digit in digits * times)
 

@@ -52,7 +52,7 @@ def multiply(a: QuantizedTensor, b: QuantizedTensor, **options: Any) -> torch.Te
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["full", "fast"])
-@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3")], ids="-".join)
+@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")], ids="-".join)
 @pytest.mark.parametrize("tiles", PAIRS, ids="-".join)
 @pytest.mark.parametrize("rows", [209, 224])
 def test_product_is_within_its_accumulators_bound(

@@ -236,7 +236,7 @@ def _run(
         return TO_BE_CONTINUED
     stopped = [name for name in result.ended["interrupted"] if (out / name / local.REQUEUE).exists()]
     if stopped and not result.ended["failed"]:
-        print(f"stopped by a signal: {', '.join(stopped)}; the same command goes on where they stopped")
+        print(f"to be continued: {', '.join(stopped)}; the same command goes on where they stopped")
         return TO_BE_CONTINUED
     if result.ended["failed"]:
         print("the same command tries the failed jobs again, each from its last checkpoint")

@@ -280,7 +280,9 @@ def test_pairs_of_both_roundings_and_bf16() -> None:
     found = re.search(r"grows by ([\d.]+) and ([\d.]+) nats after the first epoch, and by ([\d.]+) and ([\d.]+)", page)
     assert found is not None
     assert [float(each) for each in found.groups()] == [within(each, 4) for each in (*after_first, *at_starts)]
-    found = re.search(r"there it ends (\S+) and (\S+) nats .* training text nearest is ([\d.]+) ahead", page)
+    found = re.search(
+        r"from it stochastic rounding ends (\S+) and (\S+) nats .* training text nearest is ([\d.]+) ahead", page
+    )
     assert found is not None
     first, second, ahead = map(shown, found.groups())
     assert [first, second] == [within(each["validation, 2,659"], 4) for each in of_roundings]

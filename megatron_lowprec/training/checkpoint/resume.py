@@ -98,7 +98,7 @@ def source(config: Config) -> tuple[Config, list[str]]:
             options: dict[str, Any] = dict.fromkeys(begun_with, False)
             if config.load is None and (unread := [name for name in sorted(begun_with) if getattr(config, name)]):
                 flags = " and ".join(f"--{name.replace('_', '-')}" for name in unread)
-                note += f"; {flags} had an effect with --load {config.save}"
+                note += f"; without --load {config.save} it ignores {flags}"
             return replace(config, load=config.save, ckpt_step=None, **options), [note + began]
     if config.load is None and config.pretrained_checkpoint is not None:
         return replace(config, load=config.pretrained_checkpoint, finetune=True), []
@@ -232,10 +232,9 @@ def _read_config(folder: Path) -> Saved:
 
 def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
     """Reject another model's checkpoint, naming the differing options; reject a weights-only one without --finetune."""
-    if saved.content.get("weights_only") and not config.finetune:
+    if (origin := saved.content.get("weights_only")) and not config.finetune:
         raise UserError(
-            f"checkpoint {saved.folder} holds only weights, from {saved.content['weights_only']}: add "
-            f"--load {saved.folder.parent} --finetune"
+            f"checkpoint {saved.folder} holds only weights, from {origin}: add --load {saved.folder.parent} --finetune"
         )
     options = saved.content["options"]
     names = options_in(Part.FUNCTION, groups=option_groups(config))

@@ -230,7 +230,7 @@ def test_a_flag_of_a_first_start_says_where_it_has_an_effect(drive: Drive, capsy
     assert len(losses(Path("out"))) == 3
     capsys.readouterr()
     drive(argv(save="out", train_iters=4, bf16=True, no_load_rng=True))
-    assert "continuing from it; --no-load-rng had an effect with --load out" in capsys.readouterr().out
+    assert "continuing from it; without --load out it ignores --no-load-rng" in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_an_earlier_commit_goes_on(drive: Drive) -> None:

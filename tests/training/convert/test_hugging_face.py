@@ -142,7 +142,7 @@ def test_an_imported_model_trains_on(drive: Drive, capsys: pytest.CaptureFixture
     import_hf.main(["--load", "hf", "--save", "back"])
     flags = ["--config", "back/model.yaml", "--load", "back", "--mock-data", "--micro-batch-size", "2", "--lr", "0.001"]
     flags += ["--global-batch-size", "4", "--train-iters", "2", "--eval-iters", "0", "--save", "more"]
-    with pytest.raises(UserError, match="add --finetune"):
+    with pytest.raises(UserError, match="add --load back --finetune"):
         drive(flags)
     drive([*flags, "--finetune", "--bf16", "--recipe", "fp8_delayed"])
     start = float.fromhex(losses(Path("more"))[0])

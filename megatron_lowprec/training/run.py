@@ -251,7 +251,6 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
     _check_numerics(plan, trainer, device)
     progress, uncalibrated, loaded_notes = _load(plan, trainer, device)
     notes = [*plan.later_notes, *loaded_notes]
-    last = Progress(max(progress.iteration - 1, 0), config.train_iters)
     first = ranks.rank == 0
     if first:
         notes += keep_older_run(paths, config)
@@ -269,6 +268,7 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
     }
     record = RunRecord(paths.record, first, facts, continues=plan.continues)
     if plan.recipe.phases:
+        last = Progress(progress.last_step, config.train_iters)
         record.enter_phase(phase_in_force(plan.recipe, last), trainer.runtime.gemms())
     # Without an evaluation nothing replaces the last one's rows.
     evaluated = progress.evaluated if config.eval_iters else progress.iteration
@@ -337,7 +337,7 @@ def _load(plan: RunPlan, trainer: Trainer, device: torch.device) -> tuple[RunPro
         begun = f"continuing from {plan.found.folder} at iteration {progress.iteration}"
         notes += [f"weights of {plan.found.folder}" if config.finetune else begun, *loaded.notes]
     # that of the last completed step, whose evaluation may be due; the loop enters the next step's
-    trainer.enter_phase(max(progress.iteration - 1, 0))
+    trainer.enter_phase(progress.last_step)
     if progress.iteration > 0 and plan.found is not None and other_recipe(plan.found, plan.recipe) is not None:
         uncalibrated |= on_any_rank(trainer.fit_histories(), device)  # of layers that the recipe before left in bf16
     return progress, uncalibrated, notes

@@ -9,6 +9,7 @@ from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.recipe.serialization import flattened
 from megatron_lowprec.training import schedule as schedules
 from megatron_lowprec.training.config.accumulation_options import resolve_accumulation
+from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
 from megatron_lowprec.training.config.memory_options import memory_notes
 from megatron_lowprec.training.config.options import OPTIONS, Config
@@ -50,7 +51,7 @@ class RunPlan:
     def shared(self) -> dict[str, Any]:
         """What all ranks have to agree on, by name. Files and folders may have other names on another node."""
         options = {
-            f"--{name.replace('_', '-')}": _without_names(name, value)
+            flag(name): _without_names(name, value)
             for name, value in self.content["options"].items()
             if not (OPTIONS[name].by_rank or (OPTIONS[name].part is Part.OUTPUT and isinstance(value, str)))
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -118,6 +119,13 @@ class Fake:
         """Until all processes of a job of the latest start wait in mode ``hold``; fails if the sweep ends first."""
         files = [self.out / job_id / f"holding.{rank}" for rank in range(processes)]
         self.started[-1].wait_until(lambda: all(file.exists() for file in files), f"{job_id} at iteration 2")
+
+    def stopped_by(self, number: signal.Signals, *argv: str, processes: int = 1) -> tuple[int, str]:
+        """Exit code and output of a sweep in a process of its own that is signaled once its first job is held."""
+        sweep = self.start(*argv)
+        self.wait_until_held(BF16, processes)
+        sweep.process.send_signal(number)
+        return sweep.ended()
 
     def release(self) -> None:
         """Let jobs in mode ``hold`` go on, now and from now on."""

@@ -29,10 +29,7 @@ def test_a_signal_lets_jobs_save_and_the_same_command_goes_on(
 ) -> None:
     fake.behave(bf16="hold")
     path = write_sweep()
-    sweep = fake.start(path)
-    fake.wait_until_held(BF16)
-    sweep.process.send_signal(number)
-    code, printed = sweep.ended()
+    code, printed = fake.stopped_by(number, path)
     assert code == cli.TO_BE_CONTINUED == 75, printed
     assert f"{number.name}: waiting for {BF16} to save" in printed
     assert f"stopped by {number.name}; the same command goes on where it stopped" in printed
@@ -79,10 +76,8 @@ def test_a_ctrl_c_that_a_program_between_passes_on_is_the_same_one(
 def test_workers_of_torchrun_get_the_signal(fake: Fake, write_sweep: WriteSweep) -> None:
     """torchrun kills its workers half a minute after a SIGTERM of its own, and exits with 1."""
     fake.behave(bf16="hold")
-    sweep = fake.start(write_sweep(recipes=["bf16"], resources={"processes_per_job": 2}))
-    fake.wait_until_held(BF16, processes=2)
-    sweep.process.send_signal(signal.SIGTERM)
-    code, printed = sweep.ended()
+    path = write_sweep(recipes=["bf16"], resources={"processes_per_job": 2})
+    code, printed = fake.stopped_by(signal.SIGTERM, path, processes=2)
     assert code == 75, printed
     assert fake.calls(BF16)[0]["WORLD_SIZE"] == "2"
     assert (fake.record(BF16)["state"], fake.record(BF16)["exit_code"]) == ("interrupted", 0)
@@ -92,10 +87,7 @@ def test_workers_of_torchrun_get_the_signal(fake: Fake, write_sweep: WriteSweep)
 @pytest.mark.slow
 def test_a_job_without_handlers_gets_the_signal_again(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.behave(bf16="deaf")
-    sweep = fake.start(write_sweep(recipes=["bf16"]))
-    fake.wait_until_held(BF16)
-    sweep.process.send_signal(signal.SIGTERM)
-    code, printed = sweep.ended()
+    code, printed = fake.stopped_by(signal.SIGTERM, write_sweep(recipes=["bf16"]))
     assert code == 75, printed
     assert printed.count("to save") == 1, "it says so once"
     assert (fake.record(BF16)["state"], fake.record(BF16)["iteration"]) == ("interrupted", 3)
@@ -127,10 +119,7 @@ def test_a_job_that_dies_of_the_sweep_s_signal_has_not_failed(
 def test_scoring_by_torchrun_ends_at_a_signal(fake: Fake, write_sweep: WriteSweep) -> None:
     """Its processes ignore SIGTERM and SIGUSR1."""
     path = write_sweep(recipes=["bf16"], resources={"processes_per_job": 2})
-    sweep = fake.start(path, "--evaluate=hold")
-    fake.wait_until_held(BF16, processes=2)
-    sweep.process.send_signal(signal.SIGTERM)
-    code, printed = sweep.ended()
+    code, printed = fake.stopped_by(signal.SIGTERM, path, "--evaluate=hold", processes=2)
     assert code == 75, printed
     assert (fake.out / BF16 / "requeue").read_text() == "SIGTERM at iteration 4\n"
     assert fake.run(path, "--evaluate=") == 0, "it is trained"
@@ -139,10 +128,7 @@ def test_scoring_by_torchrun_ends_at_a_signal(fake: Fake, write_sweep: WriteSwee
 @pytest.mark.slow
 def test_a_save_that_fails_after_a_signal_is_a_failure(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.behave(bf16="full")
-    sweep = fake.start(write_sweep(recipes=["bf16"]))
-    fake.wait_until_held(BF16)
-    sweep.process.send_signal(signal.SIGTERM)
-    code, printed = sweep.ended()
+    code, printed = fake.stopped_by(signal.SIGTERM, write_sweep(recipes=["bf16"]))
     assert code == 1, printed
     assert "No space left on device" in printed
     assert (fake.record(BF16)["state"], fake.record(BF16)["exit_code"]) == ("failed", 2)
@@ -155,10 +141,7 @@ def test_a_signal_in_the_last_save_leaves_the_scores_to_the_next_start(
 ) -> None:
     fake.behave(bf16="hold")
     path = write_sweep(recipes=["bf16"], evaluate="--wikitext")
-    sweep = fake.start(path, "--set", "train-iters=3")
-    fake.wait_until_held(BF16)
-    sweep.process.send_signal(signal.SIGUSR1)
-    code, printed = sweep.ended()
+    code, printed = fake.stopped_by(signal.SIGUSR1, path, "--set", "train-iters=3")
     assert code == 75, printed
     assert fake.record(BF16)["state"] == "done"
     assert (fake.out / BF16 / "requeue").read_text() == "SIGUSR1 at iteration 3\n"

@@ -8,6 +8,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import same_numerics
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.checkpoint.resume import Saved, differing, earlier_values
+from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.options import NO_EFFECT, OPTIONS, Config, options_in, options_with
 from megatron_lowprec.training.config.phase_options import phase_iters
 from megatron_lowprec.training.models.sizes import has_experts
@@ -44,7 +45,7 @@ def option_notes(saved: Saved, config: Config) -> list[str]:
     data = earlier_values(options, config, _DATA)
     if data:
         notes.append(
-            f"data: {', '.join('--' + name.replace('_', '-') for name in data)} differ from the checkpoint's run, "
+            f"data: {', '.join(map(flag, data))} differ from the checkpoint's run, "
             "so the samples from here on are not those it would have seen"
         )
     others = differing(options, config, [name for name in _RECORDED if name not in (*_DATA, *_NOTED)])

@@ -68,6 +68,11 @@ class RunProgress:
     # The last iteration with a completed validation.
     evaluated: int = -1
 
+    @property
+    def last_step(self) -> int:
+        """Number, from 0, of the last completed step; 0 before the first."""
+        return max(self.iteration - 1, 0)
+
 
 def state_to_save(trainer: Trainer, with_optimizer: bool = True) -> dict[str, Any]:
     """Tensors and objects of a checkpoint, as Megatron-core's sharded state; a collective call."""

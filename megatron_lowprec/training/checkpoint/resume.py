@@ -12,6 +12,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import overridden, recipe_from_dict, recipe_to_dict, same_numerics
 from megatron_lowprec.recipe.recipe import Recipe
 from megatron_lowprec.training.checkpoint import checksums, safe_load, storage
+from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.options import DEFAULTS, OPTIONS, Config, options_in, options_with, unmet
 from megatron_lowprec.training.config.paths import same_folder
 from megatron_lowprec.training.config.run_config import read_run_config
@@ -97,8 +98,7 @@ def source(config: Config) -> tuple[Config, list[str]]:
             begun_with = {"finetune", "no_load_rng"} | (set() if config.no_save_optim else {"no_load_optim"})
             options: dict[str, Any] = dict.fromkeys(begun_with, False)
             if config.load is None and (unread := [name for name in sorted(begun_with) if getattr(config, name)]):
-                flags = " and ".join(f"--{name.replace('_', '-')}" for name in unread)
-                note += f"; without --load {config.save} it ignores {flags}"
+                note += f"; without --load {config.save} it ignores {' and '.join(map(flag, unread))}"
             return replace(config, load=config.save, ckpt_step=None, **options), [note + began]
     if config.load is None and config.pretrained_checkpoint is not None:
         return replace(config, load=config.pretrained_checkpoint, finetune=True), []
@@ -261,7 +261,7 @@ def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
 def differing(options: Mapping[str, Any], config: Config, names: Collection[str]) -> list[str]:
     """Those options, with both values, that differ from the checkpoint's."""
     return [
-        f"--{name.replace('_', '-')} {getattr(config, name)} (checkpoint: {value})"
+        f"{flag(name)} {getattr(config, name)} (checkpoint: {value})"
         for name, value in earlier_values(options, config, names).items()
     ]
 

@@ -100,11 +100,11 @@ def same_on_all_ranks(what: str, value: str) -> None:
     Raises:
         UserError: on all ranks, if the values differ.
     """
-    values = [""] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    for rank, other in enumerate(values):
-        if other != values[0]:
-            raise UserError(f"{what} is {values[0]} for rank 0, but {other} for rank {rank}; is the folder shared?")
+
+    def other(first: str) -> str:
+        return f"{what} is {first} for rank 0, but {value} for rank {dist.get_rank()}; is the folder shared?"
+
+    _compare_with_rank_0(value, other)
 
 
 def same_as_on_rank_0(settings: Mapping[str, Any]) -> None:
@@ -113,23 +113,26 @@ def same_as_on_rank_0(settings: Mapping[str, Any]) -> None:
     Raises:
         UserError: on all ranks, with settings that differ on the first rank with others.
     """
-    sent = [settings]
+
+    def other(first: Mapping[str, Any]) -> str:
+        names = [name for name in {**first, **settings} if first.get(name) != settings.get(name)]
+        here, there = (
+            ", ".join(f"{name} {str(each.get(name))[:_WIDTH]}" for name in names[:_SHOWN]) for each in (settings, first)
+        )
+        more = f" (and {len(names) - _SHOWN} more)" if len(names) > _SHOWN else ""
+        return (
+            f"rank {dist.get_rank()} has {here}{more}, where rank 0 has {there}; start all ranks with the same "
+            "flags and the same files of --config and --recipe"
+        )
+
+    _compare_with_rank_0(settings, other)
+
+
+def _compare_with_rank_0(mine: T, other: Callable[[T], str]) -> None:
+    """Raise the UserError of the first rank with another value on all; ``other`` is its message, of rank 0's value."""
+    sent = [mine]
     dist.broadcast_object_list(sent, src=0)
-
-    def compare() -> None:
-        names = [name for name in {**sent[0], **settings} if sent[0].get(name) != settings.get(name)]
-        if names:
-            here, first = (
-                ", ".join(f"{name} {str(each.get(name))[:_WIDTH]}" for name in names[:_SHOWN])
-                for each in (settings, sent[0])
-            )
-            more = f" (and {len(names) - _SHOWN} more)" if len(names) > _SHOWN else ""
-            raise UserError(
-                f"rank {dist.get_rank()} has {here}{more}, where rank 0 has {first}; start all ranks with the same "
-                "flags and the same files of --config and --recipe"
-            )
-
-    run_on_all_ranks(compare)
+    _raise_on_all(None if mine == sent[0] else other(sent[0]), None)
 
 
 def lines_of_ranks(lines: list[str]) -> list[str]:

@@ -78,24 +78,21 @@ def _check_unbiased(
     )
     matrix = _without_saturation(spec, size).to(device, dtype)
     draws = torch.stack([_times_identity(layer, gemm, operand, matrix, draw) for draw in range(_DRAWS)])
-    spread = float(draws.var(dim=0).mean().sqrt())
-    mean = draws.mean(dim=0)
-    error = float((mean - matrix.float()).square().mean().sqrt())
+    exact, mean, spread = matrix.float(), draws.mean(dim=0), float(draws.var(dim=0).mean().sqrt())
+    error = float((mean - exact).square().mean().sqrt())
     found = error * math.sqrt(_DRAWS) / spread if spread else math.inf
     # A probability in few bits is itself rounded: by 2^-bits / sqrt(12) on average; one draw varies by 0.35.
     allowed = math.sqrt(_STANDARD_ERRORS**2 + 1.4 * _DRAWS / 4**spec.random_bits)
+    biased = (
+        f"self-test on {device}: {gemm}'s {operand} ({spec.format.upper()}) is not rounded without bias: the mean of "
+        f"{_DRAWS} draws is"
+    )
     if not found < allowed:
-        raise UserError(
-            f"self-test on {device}: {gemm}'s {operand} ({spec.format.upper()}) is not rounded without bias: the mean "
-            f"of {_DRAWS} draws is {found:.2f} standard errors off, at most {allowed:.2f} expected; {_ADVICE}"
-        )
-    gain = float((mean * matrix.float()).sum() / matrix.float().square().sum())
+        raise UserError(f"{biased} {found:.2f} standard errors off, at most {allowed:.2f} expected; {_ADVICE}")
+    gain = float((mean * exact).sum() / exact.square().sum())
     bound = _GAIN + 2.0 ** -(4 + spec.random_bits)  # one bit gives 0.025
     if not abs(gain - 1) < bound:
-        raise UserError(
-            f"self-test on {device}: {gemm}'s {operand} ({spec.format.upper()}) is not rounded without bias: the mean "
-            f"of {_DRAWS} draws is {gain:.4f} times the operand, within {bound:.4f} of 1 expected; {_ADVICE}"
-        )
+        raise UserError(f"{biased} {gain:.4f} times the operand, within {bound:.4f} of 1 expected; {_ADVICE}")
 
 
 def _without_saturation(spec: QuantSpec, size: int) -> torch.Tensor:
